@@ -178,13 +178,11 @@ def _snapshots(config: RunConfig, model: ModelSpec) -> list[str]:
     """What copies for the day that a worker is lost take of host memory."""
     if config.snapshots.every_steps is None:
         return []
-    layouts = config.layouts_listed
-    largest = max(
-        (largest_snapshot(model, each) for each in layouts if each.workers > 1), default=0
-    )
+    shares = {layout: largest_snapshot(model, layout) for layout in config.layouts_listed}
+    largest = max((size for layout, size in shares.items() if layout.workers > 1), default=0)
     return [
         f"# snapshots: a share is up to {bytes_text(largest)}; a worker holds up to "
-        f"{bytes_text(most_held_bytes(model, layouts))} of host memory:",
+        f"{bytes_text(most_held_bytes(shares))} of host memory:",
         "#   its own and its ward's, of two boundaries, right after a handoff of three",
     ]
 

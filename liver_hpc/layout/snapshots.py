@@ -8,7 +8,7 @@ it. A worker's share is so the smaller the more workers there are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -74,11 +74,10 @@ def largest_snapshot(model: ModelSpec, layout: Layout) -> int:
     )
 
 
-def most_held_bytes(model: ModelSpec, layouts: Iterable[Layout]) -> int:
-    """The most host memory that snapshots take of a worker: right after a handoff, that of its own
-    and its ward's of the old world's two newest boundaries, and of the new world's first one; out
-    of a world of one, only its own of one boundary."""
-    shares = {layout: largest_snapshot(model, layout) for layout in layouts}
+def most_held_bytes(shares: Mapping[Layout, int]) -> int:
+    """The most host memory that snapshots take of a worker, of a run in layouts with these largest
+    shares: right after a handoff, that of its own and its ward's of the old world's two newest
+    boundaries, and of the new world's first one; out of a world of one, only its own of one."""
     largest = max((size for layout, size in shares.items() if layout.workers > 1), default=0)
     alone = max((size for layout, size in shares.items() if layout.workers == 1), default=0)
     return max(SNAPSHOTS_HELD * largest, alone if largest else 0) + 2 * largest

@@ -131,7 +131,7 @@ class Snapshots:
             taking.spare = before
 
     def halt(self) -> None:
-        """Takes no more in the world that trained; what is complete stays, here or everywhere."""
+        """Takes no more in the world that trained; what is complete stays, also if only here."""
         taking = self._end_taking()
         if taking is not None and taking.pending and taking.done.is_set() and not taking.failed:
             # Others may know already that it is complete, and have let go of the one before.
@@ -254,7 +254,8 @@ class _Taking(threading.Thread):
         except FAILURES as error:
             self.failed = True
             if not self._closed:
-                log.info("no more snapshots in generation %d", self.generation, exc_info=True)
+                level = logging.INFO if self.is_last else logging.ERROR
+                log.log(level, "no more snapshots in generation %d", self.generation, exc_info=True)
                 self._problem = f"{type(error).__name__}: {error}"
                 self.tell_problem()
         finally:

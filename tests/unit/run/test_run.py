@@ -416,14 +416,19 @@ def of_four() -> Play:
     return play
 
 
-def test_a_survivor_without_a_seat_stays_until_the_next_world_has_a_snapshot() -> None:
+def two_of_four() -> tuple[Play, tuple[int, ...], int]:
+    """Worker 3 was lost: two of the others train, which are told with the one that has no seat."""
     play = of_four()
     lose(play, 3)
     play.settle()
     assert play.run.world is not None
     seats = play.run.world.rank_map.workers
-    assert len(seats) == 2
     (unseated,) = {0, 1, 2} - {*seats}
+    return play, seats, unseated
+
+
+def test_a_survivor_without_a_seat_stays_until_the_next_world_has_a_snapshot() -> None:
+    play, _, unseated = two_of_four()
     assert [*play.run.agents.lingering] == [unseated]
     assert told_to_exit(play) == set()
     play.train()
@@ -433,14 +438,10 @@ def test_a_survivor_without_a_seat_stays_until_the_next_world_has_a_snapshot() -
 
 def test_a_survivor_without_a_seat_has_one_after_the_next_loss() -> None:
     """Which comes before the new world has a snapshot: only those of the old one are left."""
-    play = of_four()
-    lose(play, 3)
-    play.settle()
-    assert play.run.world is not None
-    seats = play.run.world.rank_map.workers
-    (unseated,) = {0, 1, 2} - {*seats}
+    play, seats, unseated = two_of_four()
     lose(play, seats[0])
     play.settle()
+    assert play.run.world is not None
     assert play.run.state is RunState.TRAINING
     assert {*play.run.world.rank_map.workers} == {seats[1], unseated}
     assert [row.step for row in recoveries(play)] == [2, 2]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from liver_hpc.errors import DeadlineError
-from liver_hpc.layout.snapshots import SNAPSHOTS_HELD, most_held_bytes
+from liver_hpc.layout.snapshots import SNAPSHOTS_HELD, largest_snapshot, most_held_bytes
 from liver_hpc.protocol.messages import Unprotected
 from liver_hpc.run.salvage import newest
 from liver_hpc.snapshot.keeping import Flag
@@ -197,7 +197,9 @@ def test_a_worlds_last_boundary_is_copied_beside_the_next_ones_first_step(crosse
     assert one.held == ([1, 1, 0, 0] if crosses else [0, 0])
     held = sum(each.memory.numel() for each in one.snapshots._complete)
     pending = sum(each.memory.numel() for each in one.snapshots._taking.pending)  # type: ignore[union-attr]
-    assert held + pending <= most_held_bytes(TIED, [PAIR.layout])
+    share = largest_snapshot(TIED, PAIR.layout)
+    assert held + pending == (3 if crosses else 2) * 2 * share
+    assert most_held_bytes({PAIR.layout: share}) == 3 * 2 * share
     one.cross()
     one.agree(one.flag(), COMPLETE)
     assert one.held == [2, 2]

@@ -1,0 +1,57 @@
+"""When the source's last boundary is copied, of what a crossing does after the vote."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from liver_hpc.clock import SystemClock
+from liver_hpc.handoff.crossing import Crossing
+
+SCALARS = SimpleNamespace(step=7)
+
+
+class Told:
+    """A world and what copies it, both of which note what is asked of them."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def taken(self) -> None:
+        self.asked.append("taken")
+
+    def keep_pace(self, step: int) -> None:
+        self.asked.append(f"keep pace {step}")
+
+    def update(self, step: int) -> None:
+        self.asked.append(f"update {step}")
+
+    def agree(self, *_arguments: Any) -> None:
+        self.asked.append("agree")
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_the_boundary_is_copied_before_the_state_changes_or_goes(
+    stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a leaver it goes with the end of the crossing."""
+    told = Told()
+    context = SimpleNamespace(
+        worker=0,
+        send=lambda _message: None,
+        clock=SystemClock(),
+        config=SimpleNamespace(limits=None),
+    )
+    session: Any = SimpleNamespace(context=context, generation=1, check=lambda: None)
+    target: Any = SimpleNamespace(world=told if stays else None)
+
+    def cross(_crossing: Crossing, _scalars: Any, gradients: list[Any]) -> Any:
+        gradients.append(None)
+        return SimpleNamespace(started_s=1.0)
+
+    monkeypatch.setattr(Crossing, "_cross", cross)
+    monkeypatch.setattr(Crossing, "_verdict", lambda _crossing: SimpleNamespace(scalars=SCALARS))
+    Crossing(session, target, None, told).run(None)
+    assert told.asked == ["taken", *(["update 7", "keep pace 8", "agree"] if stays else [])]
