@@ -159,8 +159,8 @@ class LateWorld:
         raised = torch.tensor([float(flag) for flag in flags])
         self._reduce(raised)
         self.device.own_lane().wait()
-        ready, stop, _, _, checkpoint = map(int, raised.tolist())
-        return StepResult(0.0, 0.0, 0.0, ready, stop, checkpoint=checkpoint)
+        told = Flags._make(map(int, raised.tolist()))
+        return StepResult(0.0, 0.0, 0.0, told.ready, told.stop, checkpoint=told.checkpoint)
 
     def _reduce(self, values: torch.Tensor) -> None:
         if self._group.backend is not None:

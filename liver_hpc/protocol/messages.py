@@ -373,8 +373,10 @@ class Refilled(_InWorld, type="refilled"):
 
 
 class Unprotected(_InWorld, type="unprotected"):
-    """No further snapshots are taken in this world; training goes on."""
+    """The snapshot of the boundary after `step` steps has failed; training goes on, and another
+    exchange of snapshots is opened at a later one."""
 
+    step: int
     reason: str
 
 

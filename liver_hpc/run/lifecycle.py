@@ -145,6 +145,7 @@ class Lifecycle:
         self.stragglers = Stragglers(config, self._clock, self.elastic, self._out)
         self._resumed: e.Resumed | None = None
         self._verification = Verification()
+        self._unprotected: m.Unprotected | None = None  # until there is a newer snapshot
         self._evaluated_step = 0  # the most steps after which there was an evaluation
         self._owes_evaluation = False  # at the step that it goes on from
         self._checkpoints = ""

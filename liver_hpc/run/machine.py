@@ -215,6 +215,10 @@ class Run(Lifecycle):
         ours = self.world is not None and message.generation == self.world.generation
         if ours and message.snapshot is not None:
             self.agents.end_lingering(f"the snapshots of generation {message.generation} stand")
+            failed = self._unprotected
+            if failed is not None and message.snapshot > failed.step:
+                self._unprotected = None
+                self._note(f"snapshots again, from that of step {message.snapshot} on")
         self.elastic.estimates.handoffs.observe_done(message.step + 1)
         if phase:
             self._out.append(StepPhase(phase))
@@ -274,6 +278,12 @@ class Run(Lifecycle):
                 self._broken_off = message, known
         elif message.generation == self.world.generation:
             self._lost_world(reason)
+
+    def _snapshot_failed(self, told: m.Unprotected) -> None:
+        """Until another one is complete, more steps can be lost than the run file has it."""
+        self._unprotected = told
+        where = f"the snapshot of step {told.step} in generation {told.generation}"
+        self._note(f"{where} failed, others will be tried: worker {told.worker}: {told.reason}")
 
     def _finished(self, message: m.Finished) -> None:
         """A worker has done its last step; the others are about to."""
@@ -464,10 +474,7 @@ _TABLE: dict[tuple[RunState, type], Handler] = {
             m.Transports: lambda run, event: run.recorder.connected(event),
             m.Failed: Run._of_attempt,
             m.Broken: Run._broken,
-            m.Unprotected: lambda run, event: run._note(
-                f"no more snapshots in generation {event.generation}: worker {event.worker}: "
-                f"{event.reason}"
-            ),
+            m.Unprotected: Run._snapshot_failed,
         },
     ),
     **_in(

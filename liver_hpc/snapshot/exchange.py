@@ -33,13 +33,14 @@ class Exchange:
     """One worker's connections to its partner and to those whose partner it is (its wards): a group
     of two for each.
 
+    step: at whose boundary it is opened, for the first time or again; the same on all workers.
     wards: their ranks. partner: None where there is nobody else.
     """
 
-    def __init__(self, rank_map: RankMap, worker: int, generation: int) -> None:
+    def __init__(self, rank_map: RankMap, worker: int, generation: int, step: int) -> None:
         of_rank = partners(rank_map)
         self._worker = worker
-        self._generation = generation
+        self._keys = f"g{generation}/snapshots/{step}"
         self.rank = rank_map.workers.index(worker)
         self.partner = of_rank[self.rank]
         self.wards = tuple(rank for rank, partner in enumerate(of_rank) if partner == worker)
@@ -62,7 +63,7 @@ class Exchange:
         so that no two wait for each other."""
         for pair in sorted(tuple(sorted((self._worker, peer))) for peer in self._peers):
             (peer,) = set(pair) - {self._worker}
-            prefix = PrefixStore(f"g{self._generation}/snapshots/{pair[0]}-{pair[1]}", store)
+            prefix = PrefixStore(f"{self._keys}/{pair[0]}-{pair[1]}", store)
             rank, who = pair.index(self._worker), f"worker {peer} to exchange snapshots with"
             backend = network.on_host().open_backend(prefix, rank, 2, limit_s, who)
             self._backends.append(backend)

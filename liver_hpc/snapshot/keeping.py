@@ -4,6 +4,9 @@ The state stands still from a step boundary to the next update: in that time it 
 memory. Digests and the way to the partner need no more of training than the CPU. A snapshot is
 complete once every worker of the world holds what it should, which all learn by the reduction at a
 step's end; only then does the one before go, so that there is a complete one at any moment.
+
+Where it fails on one of them, all learn that in the same way, and open another exchange at a later
+boundary: the first time at the next one that is due, and after each failure in twice as many steps.
 """
 
 from __future__ import annotations
@@ -34,10 +37,23 @@ _ENDS_S = 10.0
 
 class Flag(NamedTuple):
     """What a worker tells at a step's end: the pending snapshot is complete here, and what it took,
-    in steps. See `world.Flags`."""
+    in steps; or it has failed. See `world.Flags`."""
 
     complete: bool = False
     took_steps: float = 0.0
+    failed: bool = False
+
+
+class _Failures(NamedTuple):
+    """Since the newest snapshot of a world; the same on all its workers. again: the boundary from
+    which on another one is taken."""
+
+    generation: int
+    times: int
+    again: int
+
+
+_NONE = _Failures(generation=-1, times=0, again=0)
 
 
 class Snapshots:
@@ -49,6 +65,7 @@ class Snapshots:
         self._every = 1 if self._wanted == "auto" else self._wanted
         self._complete: list[Snapshot] = []
         self._taking: _Taking | None = None
+        self._failures = _NONE
 
     def begin(self, world: World, step: int, leaves: bool = False) -> None:
         """At the boundary after `step` steps: begins to take a snapshot, where one is due. Not
@@ -63,10 +80,13 @@ class Snapshots:
             self._end_taking()
             self._complete.clear()  # nobody could lose anything but all
             return
+        failures = self._failures_of(world.generation)
+        if step < failures.again:
+            return
         taking = self._taking
         if taking is None or taking.generation != world.generation:
             self.halt()
-            taking = self._taking = _Taking(self._context, world)
+            taking = self._taking = _Taking(self._context, world, step)
         taking.is_last = leaves
         taking.tell_problem()
         newest = self.newest_step(world.generation)
@@ -94,12 +114,14 @@ class Snapshots:
         for the last one.
         """
         taking = self._taking
-        if taking is None or not taking.pending or taking.failed:
+        if taking is None or not taking.pending:
             return Flag()
         if self._waits(taking, step):
             taking.wait(taking.done, f"the snapshot of step {taking.step} to be complete")
-        if not taking.done.is_set() or taking.failed:
+        if not taking.done.is_set():
             return Flag()
+        if taking.failed:
+            return Flag(failed=bool(taking.problem))
         return Flag(True, taking.cpu_s / max(step_s, 1e-6))
 
     def keep_pace(self, step: int) -> None:
@@ -111,15 +133,30 @@ class Snapshots:
             taking.done.wait(self._context.config.deadlines.heartbeat_s)
 
     def _waits(self, taking: _Taking, step: int) -> bool:
-        """Whether the next snapshot is due while one is pending, in a run that says how often."""
+        """Whether the next snapshot is due while one is pending, in a run that says how often; not
+        for a way to the partner that has failed, and that nothing has crossed since."""
         assert self._every is not None
-        return self._wanted != "auto" and step - taking.step >= self._every
+        due = self._wanted != "auto" and step - taking.step >= self._every
+        return due and not self._failures_of(taking.generation).times
+
+    def _failures_of(self, generation: int) -> _Failures:
+        return self._failures if self._failures.generation == generation else _NONE
 
     def agreed(self, result: StepResult, members: int) -> None:
         """What all workers know now; the same on all of them."""
         taking = self._taking
-        if taking is None or not taking.pending or result.snapshot != members:
+        if taking is None or not taking.pending:
             return
+        if result.snapshot_failed:
+            assert self._every is not None
+            self._end_taking()  # what it has written may be written still, by a peer that is late
+            times = self._failures_of(taking.generation).times + 1
+            again = taking.step + self._every * 2 ** (times - 1)
+            self._failures = _Failures(taking.generation, times, again)
+            return
+        if result.snapshot != members:
+            return
+        self._failures = _NONE
         if self._wanted == "auto":
             cost, took_steps = self._context.config.snapshots.cost, result.snapshot_steps / members
             before_steps, self._every = self._every, max(1, math.ceil(took_steps / cost))
@@ -145,8 +182,8 @@ class Snapshots:
         return taking
 
     def interrupt(self) -> None:
-        """From any thread: whoever waits for a snapshot goes on, and no more are taken in the world
-        that trains."""
+        """From any thread, where the world is about to be let go: whoever waits for a snapshot goes
+        on, and nobody is told that it has failed."""
         if (taking := self._taking) is not None:
             taking.interrupt()
 
@@ -171,27 +208,29 @@ class _Taking(threading.Thread):
 
     pending: the one that is not known to be complete everywhere, this worker's own first; [] for
     none. spare: memory to be written next. cpu_s: what the last one took. taken, done: events of
-    the pending one, set too where it failed. is_last: whether the world is about to be left: then
-    it matters to nobody that it fails, unless the world trains on after all.
+    the pending one, set too where it failed. problem: how it did, unless it was to be ended.
+    is_last: whether the world is about to be left: then it matters to nobody that it fails, unless
+    the world trains on after all.
     """
 
-    def __init__(self, context: WorkerContext, world: World) -> None:
+    def __init__(self, context: WorkerContext, world: World, step: int) -> None:
         super().__init__(name="snapshots", daemon=True)
         self.generation = world.generation
         self.pending: list[Snapshot] = []
         self.spare: list[Snapshot] = []
         self.cpu_s = 0.0
         self.failed = False
+        self.problem = ""
         self.is_last = False
         self.taken, self.done = threading.Event(), threading.Event()
         self.taken.set()
         self._context = context
         self._layout = world.rank_map.layout
-        self._exchange = Exchange(world.rank_map, context.worker, world.generation)
+        self._exchange = Exchange(world.rank_map, context.worker, world.generation, step)
         self._lane = context.device.new_lane()
         self._states: queue.Queue[tuple[WorldState, ScalarState] | None] = queue.Queue()
         self._closed = False
-        self._problem = ""
+        self._told = False
         self._store: ControlStore | None = None
         self.start()
 
@@ -255,9 +294,11 @@ class _Taking(threading.Thread):
             self.failed = True
             if not self._closed:
                 level = logging.INFO if self.is_last else logging.ERROR
-                log.log(level, "no more snapshots in generation %d", self.generation, exc_info=True)
-                self._problem = f"{type(error).__name__}: {error}"
+                where = f"step {self.step} in generation {self.generation}"
+                log.log(level, "the snapshot of %s has failed", where, exc_info=True)
+                self.problem = f"{type(error).__name__}: {error}"
                 self.tell_problem()
+                self._exchange.close()  # so that no peer waits for this end
         finally:
             self.taken.set()
             self.done.set()
@@ -276,7 +317,8 @@ class _Taking(threading.Thread):
             try:
                 if self._closed:
                     raise TransferError("the exchange of snapshots is closed")
-                limit_s = self._context.config.deadlines.collective_s
+                # Training may wait for it, and whoever is to be met has the same boundary.
+                limit_s = self._context.config.deadlines.heartbeat_s
                 self._exchange.connect(self._context.network, store, limit_s)
             finally:
                 store.close()
@@ -284,8 +326,9 @@ class _Taking(threading.Thread):
         self._exchange.swap(own, wards, self._deadline(f"worker {partner} to hold the snapshot"))
 
     def tell_problem(self) -> None:
-        """Tells the coordinator, once, why there are no more snapshots, if that matters."""
-        if self._problem and not self.is_last:
-            reason, self._problem = self._problem, ""
-            worker, generation = self._context.worker, self.generation
-            self._context.send(Unprotected(worker=worker, generation=generation, reason=reason))
+        """Tells the coordinator, once, how the snapshot has failed, if that matters."""
+        if self.problem and not self.is_last and not self._told:
+            self._told = True
+            worker, generation, step = self._context.worker, self.generation, self.step
+            told = Unprotected(worker=worker, generation=generation, step=step, reason=self.problem)
+            self._context.send(told)

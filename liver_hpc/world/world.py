@@ -55,19 +55,22 @@ from liver_hpc.world.verified import verified_tensors
 
 class Flags(NamedTuple):
     """What one worker tells the others at the end of a step: it is armed, it was asked to stop, the
-    last snapshot is complete here, and what that took, in steps; it would have a checkpoint now."""
+    last snapshot is complete here, and what that took, in steps, or it has failed here; it would
+    have a checkpoint now."""
 
     ready: bool = False
     stop: bool = False
     snapshot: bool = False
     snapshot_steps: float = 0.0
+    snapshot_failed: bool = False
     checkpoint: bool = False
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What all workers of a world know after a step. ready, stop, snapshot, checkpoint: how many
-    raised that flag. snapshot_steps: summed. metrics: what the recipe told beside the loss."""
+    """What all workers of a world know after a step. ready, stop, snapshot, snapshot_failed,
+    checkpoint: how many raised that flag. snapshot_steps: summed. metrics: what the recipe told
+    beside the loss."""
 
     loss: float
     grad_norm: float
@@ -76,6 +79,7 @@ class StepResult:
     stop: int
     snapshot: int = 0
     snapshot_steps: float = 0.0
+    snapshot_failed: int = 0
     checkpoint: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -447,15 +451,14 @@ class World:
         at this step's end and not at the next one's.
         """
         told, group = gradients.metrics, self.groups.intra_dist_opt
-        loss_sum, weight, new, ready, stop, snapshot, snapshot_steps, checkpoint, *sums = (
-            self._summed(
-                gradients.loss_sum,
-                gradients.weight,
-                not told.keys() <= {*self._metrics},
-                *map(float, flags),
-                *metrics.in_order(told, self._metrics),
-            )
+        loss_sum, weight, new, *rest = self._summed(
+            gradients.loss_sum,
+            gradients.weight,
+            not told.keys() <= {*self._metrics},
+            *map(float, flags),
+            *metrics.in_order(told, self._metrics),
         )
+        raised, sums = Flags._make(rest[: len(flags)]), rest[len(flags) :]
         if new:
             names = metrics.names_of_all(told, group, self.device.torch_device)
             self._metrics = tuple(sorted(names.union(self._metrics)))
@@ -463,11 +466,12 @@ class World:
         return StepResult(
             loss_sum / weight,
             *update,
-            ready=int(ready),
-            stop=int(stop),
-            snapshot=int(snapshot),
-            snapshot_steps=snapshot_steps,
-            checkpoint=int(checkpoint),
+            ready=int(raised.ready),
+            stop=int(raised.stop),
+            snapshot=int(raised.snapshot),
+            snapshot_steps=raised.snapshot_steps,
+            snapshot_failed=int(raised.snapshot_failed),
+            checkpoint=int(raised.checkpoint),
             metrics=metrics.means(self._metrics, sums),
         )
 

@@ -6,7 +6,8 @@ first bytes of parameters have arrived), FORWARD (in the target's first forward,
 state streams), VERDICT (when it has heard that), REFILL (as it is to fill the world after a
 loss). Or it lives: FLIP (a bit of what has arrived flips
 before it is digested), STALL (it stands still once the first bytes have arrived), REFUSE (it fails
-its first two PREPAREs).
+its first two PREPAREs), PARTNER (its connections to those with whom it exchanges snapshots break,
+once it has had some).
 """
 
 from __future__ import annotations
@@ -14,17 +15,21 @@ from __future__ import annotations
 import os
 import signal
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from liver_hpc.errors import LiverError
+from liver_hpc.world.groups import end
 from tests.integration.random_tokens import RandomTokenGPT
 
 STALL_S = 30.0
 """Longer than any deadline for the bytes."""
 REFUSALS = 2
+SNAPSHOTS = 3
+"""Of so many before the connections break."""
 
 
 class FaultyGPT(RandomTokenGPT):
@@ -104,6 +109,18 @@ def plant(worker: int, phase: str, done: Path) -> None:
             return prepare(session, source)
 
         trainer.prepare = refusing_prepare
+    elif phase == "PARTNER":
+        from liver_hpc.snapshot.exchange import Exchange
+
+        swap, swaps = Exchange.swap, count(1)
+
+        def breaking_swap(self: Any, *arguments: Any) -> None:
+            if self._worker == worker and next(swaps) == SNAPSHOTS + 1:
+                for backend in self._backends:
+                    end(backend)
+            swap(self, *arguments)
+
+        Exchange.swap = breaking_swap  # type: ignore[method-assign]
     elif phase == "TRANSFER":
         progress = Crossing._progress
 

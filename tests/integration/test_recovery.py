@@ -14,6 +14,8 @@ from liver_hpc.config.schema import RunConfig
 from liver_hpc.report.store import RunRecords, read_run
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.entries import JOURNAL_FILE, read_entries
+from tests.integration.faulty import SNAPSHOTS
+from tests.integration.mortal import DEATHS
 from tests.integration.runs import (
     ENDLESS,
     finish,
@@ -141,6 +143,46 @@ def test_a_worker_whose_data_does_not_come_is_named_and_gone_on_without(
     )
     assert held_up["workers"] == [1]
     assert " in read" in held_up["text"]  # what is read ahead of it
+
+
+def test_connections_to_a_partner_that_break_are_made_again(
+    tmp_path: Path, quiet: RunRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training does not notice, and a worker that is lost later costs a step at most."""
+    monkeypatch.setenv("LIVER_TEST_FAULT", "1:PARTNER")
+    run = start(config_of(tmp_path, {"dp": 3}, 3, recipe="tests.integration.faulty:FaultyGPT"))
+    watch(run, lambda status: "snapshots again, from that of step" in status.last_event, 150.0)
+    kill(run, 0)
+    records = recovered(run, quiet)
+    assert records.recoveries[0].steps_redone <= 1
+    failed = {
+        (entry.event["generation"], entry.event["step"])
+        for entry in read_entries(run.path / JOURNAL_FILE)
+        if entry.event["type"] == "unprotected"
+    }
+    assert failed == {(0, SNAPSHOTS)}
+
+
+@pytest.mark.long
+def test_the_coordinator_is_killed_as_the_partners_of_a_new_world_meet_through_it(
+    tmp_path: Path, quiet: RunRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(DEATHS, "first_step:before")
+    notices = [{"at_step": 4, "layout": {"dp": 3}}]
+    sections = {"recipe": "tests.integration.mortal:MortalGPT", "snapshots": EVERY_STEP}
+    layouts = {2: [{"dp": 2}], 3: [{"dp": 3}]}
+    run = start(run_config(tmp_path, ENDLESS, notices=notices, layouts=layouts, **sections))
+    watch(run, lambda status: status.handoffs_done == 1, 150.0)
+
+    def has_snapshots() -> bool:
+        events = (entry.event for entry in read_entries(run.path / JOURNAL_FILE))
+        steps = (each for each in events if each["type"] == "step_done")
+        return any(each["generation"] == 1 and each["snapshot"] is not None for each in steps)
+
+    wait_until(has_snapshots, 60.0, "a snapshot of the new world")
+    kill(run, 2)
+    records = recovered(run, quiet)
+    assert records.recoveries[0].steps_redone <= 1
 
 
 def test_a_standby_takes_the_place_of_a_lost_worker_at_once(

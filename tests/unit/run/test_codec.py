@@ -113,7 +113,7 @@ EVENTS: list[e.Event] = [
     m.Broken(worker=0, generation=1, reason="a peer is gone"),
     m.Halted(worker=0, generation=1, held=(HELD,)),
     m.Refilled(worker=0, generation=2, scalars=SCALARS, digests=(DIGEST,), shares={"main": "0f"}),
-    m.Unprotected(worker=0, generation=1, reason="a connection is gone"),
+    m.Unprotected(worker=0, generation=1, step=5, reason="a connection is gone"),
     e.NodeStraggles("n3", 1.8, 60.5, worker=5, compared=4),
     e.NodeKeepsUp("n3", 61.0),
     SaidTogether((m.Aborted(worker=0, generation=1), m.Aborted(worker=1, generation=1)), (7, 3)),

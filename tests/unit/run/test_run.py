@@ -607,3 +607,22 @@ def test_a_world_that_is_not_what_it_was_filled_with_does_not_train() -> None:
     play.feed(wrong)
     assert play.run.ending is not None
     assert "the world is not what the snapshots were" in play.run.ending.reason
+
+
+def test_that_a_snapshot_failed_and_that_there_are_some_again_is_said_once() -> None:
+    play = that_recovers()
+    step = play.workers[0].step
+    told = m.Unprotected(worker=1, generation=0, step=step, reason="the link is down")
+    failed = play.feed(told)
+    failed += play.feed(told.model_copy(update={"worker": 0}))
+    assert [each.text for each in of(a.Note, failed)] == [  # type: ignore[attr-defined]
+        f"the snapshot of step {step} in generation 0 failed, others will be tried: worker "
+        f"{worker}: the link is down"
+        for worker in (1, 0)
+    ]
+    seen = len(play.entries)
+    for _ in range(3):
+        play.train()
+        play.settle()
+    notes = [each.text for _, _, done in play.entries[seen:] for each in of(a.Note, done)]  # type: ignore[attr-defined]
+    assert notes == [f"snapshots again, from that of step {step + 1} on"]

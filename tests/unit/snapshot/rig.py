@@ -43,7 +43,7 @@ class PlayedExchange:
     shares: dict[tuple[int, int, int], Any]
     connected = True
 
-    def __init__(self, rank_map: RankMap, worker: int, generation: int) -> None:
+    def __init__(self, rank_map: RankMap, worker: int, generation: int, step: int) -> None:
         self.rank = rank_map.workers.index(worker)
         of_rank = partners(rank_map)
         self.partner = of_rank[self.rank]
@@ -155,8 +155,10 @@ class Keeper:
         """The step's end, with what all have told."""
         complete = sum(flag.complete for flag in flags)
         took_steps = sum(flag.took_steps for flag in flags)
+        failed = sum(flag.failed for flag in flags)
         self.step += 1
-        self.snapshots.agreed(StepResult(0.0, 0.0, 0.0, 0, 0, complete, took_steps), members)
+        result = StepResult(0.0, 0.0, 0.0, 0, 0, complete, took_steps, failed)
+        self.snapshots.agreed(result, members)
 
     def train(self, other: Flag | None = None, crosses: bool = True) -> Flag:
         """A whole step; the other worker of a pair tells the same, unless told."""

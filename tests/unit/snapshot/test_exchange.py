@@ -30,7 +30,7 @@ class Seat:
     def __init__(self, worker: int, store: Any) -> None:
         self.worker = worker
         self.store = store
-        self.exchange = Exchange(WORLD, worker, generation=2)
+        self.exchange = Exchange(WORLD, worker, generation=2, step=7)
         layout = WORLD.layout
         state = filled(TIED, layout, layout.coordinate(self.exchange.rank), torch.float32)
         self.own = share_of(state, generation=2)

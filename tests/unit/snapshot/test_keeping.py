@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -27,7 +29,7 @@ from tests.unit.snapshot.rig import (
     played_exchanges,
 )
 
-COMPLETE, NOT_YET = Flag(True, 0.5), Flag()
+COMPLETE, NOT_YET, FAILED = Flag(True, 0.5), Flag(), Flag(failed=True)
 
 
 @pytest.fixture(autouse=True)
@@ -241,7 +243,7 @@ def test_that_the_last_one_fails_is_told_only_where_the_world_trains_on() -> Non
 
 class Crew:
     """Three workers that train in step, each event of each in an order that is drawn. counted: the
-    newest step that anybody counts as complete."""
+    newest step that anybody counts as complete. learnt: by step, what they know of failures."""
 
     def __init__(self) -> None:
         PlayedExchange.made, PlayedExchange.shares = [], {}
@@ -249,6 +251,7 @@ class Crew:
         for each in self.keepers:
             each.enter(TRIO, generation=0)
         self.flags: list[dict[Keeper, Flag]] = [{}]
+        self.learnt: defaultdict[int, set[NamedTuple]] = defaultdict(set)
         self.counted = -1
 
     def able(self) -> list[tuple[str, Keeper]]:
@@ -264,20 +267,24 @@ class Crew:
                 step = taking.pending[0].scalars.step  # type: ignore[union-attr]
                 mine = each.exchange
                 if all((0, step, rank) in mine.shares for rank in mine.wards):
-                    found.append(("cross", each))
+                    found += [("cross", each)] * 3
+                found.append(("fail", each))
         return found
 
     def do(self, what: str, one: Keeper) -> None:
-        if what == "cross":
-            one.cross()
+        if what in ("cross", "fail"):
+            one.cross(fails="the link is down" if what == "fail" else "")
         elif what == "train":
             one.begin()
-            if (pending := one.snapshots._taking.pending) and pending[0].scalars.step == one.step:  # type: ignore[union-attr]
+            taking = one.snapshots._taking
+            if taking is not None and taking.pending and taking.step == one.step:
                 assert one.exchange.begun.wait(LIMIT_S)
             self.flags[-1][one] = one.flag()
         else:
             told = self.flags[one.step].values()
             one.agree(*told, members=len(self.keepers))
+            self.learnt[one.step].add(one.snapshots._failures)
+            assert len(self.learnt[one.step]) == 1, "else some would wait for others' exchange"
             if one.step == len(self.flags):
                 self.flags.append({})
             self.counted = max(self.counted, *one.held, -1)
@@ -307,24 +314,47 @@ def test_whenever_one_of_them_is_lost_a_boundary_is_left_whole(order: list[int],
 # ---- when it fails, and when training halts
 
 
-def test_where_the_partner_fails_it_is_told_once_and_no_more_are_taken() -> None:
+def test_where_the_partner_fails_it_is_told_and_tried_again_ever_more_seldom() -> None:
+    """What is complete stays meanwhile, and nobody waits for a way that has failed."""
+    one = of_a_pair(1)
+    one.train()
+    tried = []
+    for _ in range(20):
+        one.begin()
+        if (taking := one.snapshots._taking) is not None and taking.pending:
+            tried.append(one.step)
+            if len(tried) > 1:
+                assert one.flag() == NOT_YET, "it is under way"
+            one.cross(fails="the link is down")
+            assert one.flag() == FAILED
+            assert one.exchange.fails == "closed", "else its peers would wait for it"
+        one.agree(one.flag(), NOT_YET)
+        assert one.held == [0, 0]
+    assert tried == [1, 2, 4, 8, 16]
+    told = {"worker": 4, "generation": 0, "reason": "TransferError: the link is down"}
+    assert one.said == [Unprotected(step=step, **told) for step in tried]
+    one.enter(PAIR, generation=1)
+    one.train()
+    assert one.held == [21, 21], "in the next world it begins anew"
+
+
+def test_where_another_one_fails_all_open_another_exchange_at_the_same_boundary() -> None:
     one = of_a_pair(1)
     one.train()
     one.begin()
-    one.cross(fails="the link is down")
-    assert one.said == [
-        Unprotected(worker=4, generation=0, reason="TransferError: the link is down")
-    ]
-    for _ in range(3):
-        assert one.flag() == Flag()
-        one.agree(NOT_YET, COMPLETE)
-        one.begin()
-    assert len(one.said) == 1
-    assert one.steps_sent == [0, 1]
-    assert one.held == [0, 0], "what is complete stays"
-    one.enter(PAIR, generation=1)
+    one.cross()
+    first = one.exchange
+    one.agree(one.flag(), FAILED)
+    assert one.held == [0, 0]
+    assert one.said == []
     one.train()
-    assert one.held == [4, 4], "in the next world it begins anew"
+    assert one.exchange is not first
+    assert one.held == [2, 2]
+    one.begin()
+    one.cross(fails="the link is down")
+    one.agree(one.flag(), NOT_YET)
+    assert one.train().complete, "it has crossed since, so it is tried again at once"
+    assert one.held == [4, 4]
 
 
 def test_who_waits_is_freed_by_an_interrupt_and_nobody_is_told() -> None:
