@@ -18,8 +18,9 @@ from liver_hpc.protocol.attempt import Phase
 from liver_hpc.recipes.base import NoOptions, Recipe
 from liver_hpc.run.codec import RECORDS, rows_of
 from liver_hpc.run.entries import Entry, Event, decode, encode
+from liver_hpc.run.epoch import Epoch
 from liver_hpc.run.events import JournalFailed
-from liver_hpc.run.journal import Journal, Written
+from liver_hpc.run.journal import Journal, JournalNews, Written
 from liver_hpc.run.records import (
     NetworkRecord,
     NoticeRecord,
@@ -294,7 +295,7 @@ def tiny_recipe(config: RunConfig) -> TinyRecipe:
 class MemoryJournal(Journal):
     """A journal without a disk: `fail` and `recover` are what a disk does."""
 
-    def __init__(self, tell: Callable[[Written | JournalFailed], None]) -> None:
+    def __init__(self, tell: Callable[[JournalNews], None]) -> None:
         self._tell = tell
         self.error = ""
         self._closed = False
@@ -336,7 +337,7 @@ class JournalRecords:
     def __init__(self) -> None:
         self.journal: MemoryJournal | None = None
 
-    def open(self, tell: Callable[[Written | JournalFailed], None]) -> MemoryJournal:
+    def open(self, tell: Callable[[JournalNews], None], epoch: Epoch) -> MemoryJournal:
         """For `Services.open_journal`."""
         self.journal = MemoryJournal(tell)
         return self.journal

@@ -34,8 +34,9 @@ from liver_hpc.rendezvous.base import Decide, Identity, Refusal, Rendezvous
 from liver_hpc.rendezvous.channel import connect
 from liver_hpc.run.actions import LaunchAgent
 from liver_hpc.run.entries import Event
+from liver_hpc.run.epoch import Epoch, claim_epoch
 from liver_hpc.run.events import Memory, Node, NodeGranted, PoolEvent
-from liver_hpc.run.journal import Journal
+from liver_hpc.run.journal import Journal, JournalNews
 from liver_hpc.run.lifecycle import TRAINING
 from liver_hpc.run.outcome import COORDINATOR_FILE
 
@@ -217,10 +218,11 @@ class ManyWorkers:
             pool=_Nodes(self.agents),
             open_journal=self._open_journal,
         )
-        return Coordinator(config, self._directory, SECRET, services, Control(), Memory())
+        epoch = claim_epoch(self._directory)
+        return Coordinator(config, epoch, SECRET, services, Control(), Memory())
 
-    def _open_journal(self, tell: Callable[[Any], None]) -> Journal:
-        journal = _WatchedJournal(self._directory / "journal.jsonl", tell, reserve_bytes=0)
+    def _open_journal(self, tell: Callable[[JournalNews], None], epoch: Epoch) -> Journal:
+        journal = _WatchedJournal(self._directory / "journal.jsonl", tell, 0, epoch=epoch)
         journal.ended = self._ended
         return journal
 

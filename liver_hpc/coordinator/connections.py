@@ -24,8 +24,8 @@ from liver_hpc.rendezvous.base import Answer, Identity, Refusal
 from liver_hpc.rendezvous.channel import Channel, Part
 from liver_hpc.rendezvous.conversation import Conversation
 from liver_hpc.rendezvous.reading import Reader
-from liver_hpc.run.events import EndNear, JournalFailed, PoolEvent, PoolNote, StopSignalled
-from liver_hpc.run.journal import Written
+from liver_hpc.run.events import EndNear, PoolEvent, PoolNote, StopSignalled
+from liver_hpc.run.journal import JournalNews
 from liver_hpc.run.outcome import Outcome
 
 log = logging.getLogger(__name__)
@@ -86,9 +86,7 @@ class Asked(Question[m.Reply]):
     request: m.FromOperator
 
 
-InboxEvent = (
-    Called | Said | Closed | Met | Asked | PoolEvent | StopSignalled | Written | JournalFailed
-)
+InboxEvent = Called | Said | Closed | Met | Asked | PoolEvent | StopSignalled | JournalNews
 
 
 class Inbox:

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from pathlib import Path
 
 from liver_hpc.clock import Deadline
 from liver_hpc.cluster.network import control_address
@@ -48,7 +47,7 @@ from liver_hpc.rendezvous.server import ControlServer
 from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
 from liver_hpc.run.codec import encode
-from liver_hpc.run.epoch import Superseded, check_epoch, claim_epoch
+from liver_hpc.run.epoch import Epoch, Superseded
 from liver_hpc.run.journal import Written
 from liver_hpc.run.machine import Run
 from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome, WorldNote, write_private_json
@@ -73,28 +72,28 @@ def new_core(config: RunConfig, services: Services) -> Run:
 class Coordinator:
     """One start of a run, from the launch of its first workers to the end of its last.
 
-    core: what decides. before: what the starts before it have left; or one whose coordinator is
-    gone while its workers train on, and which this one takes over.
+    core: what decides. epoch: of the run in its directory, claimed before anything was read there.
+    before: what the starts before it have left; or one whose coordinator is gone while its workers
+    train on, and which this one takes over.
     """
 
     def __init__(
         self,
         config: RunConfig,
-        run_directory: Path,
+        epoch: Epoch,
         secret: bytes,
         services: Services,
         control: Control,
         before: e.Memory | Left,
     ) -> None:
         self._config = config
-        self._run_directory = run_directory
+        self._epoch = epoch
         self._secret = secret
         self._services = services
         self._clock = services.clock
         self._before = before
         left = before if isinstance(before, Left) else None
         self.core = new_core(config, services) if left is None else left.core
-        self._epoch = 0
         self._control = control
         self._inbox = Inbox()
         self._store = StoreService(services.clock)
@@ -102,18 +101,20 @@ class Coordinator:
         self._agents = NodeAgents(
             services.launcher,
             self._registry,
-            run_directory,
+            epoch.run_directory,
             services.clock,
             config.deadlines.exit_s,
             stay=config.workers.warm,
         )
         self._progress = Progress(config, services.clock)
         self._stragglers = Stragglers(config, services.clock, self.core)
-        self._checkpoints = Checkpoints(config, services.recipe, run_directory, services.clock)
+        self._checkpoints = Checkpoints(
+            config, services.recipe, epoch.run_directory, services.clock
+        )
         self._performer = Performer(
             services, self._registry, self._agents, self._store, self._checkpoints
         )
-        self._journal = services.open_journal(self._inbox.put)
+        self._journal = services.open_journal(self._inbox.put, epoch)
         self._held: deque[tuple[int, list[a.Action]]] = deque()
         self._unsafe: deque[tuple[int, int, int]] = deque()  # entries, and whose words they are
         self._next_request = 0 if left is None else left.requests
@@ -182,10 +183,10 @@ class Coordinator:
         stack.callback(self._see_all_off)
         stack.callback(lambda: services.pool.want(0))
         self._performer.address = server.address
-        self._epoch = claim_epoch(self._run_directory)
         host, port = server.address
         here = {"host": host, "port": port, "pid": os.getpid(), "hostname": socket.gethostname()}
-        write_private_json(self._run_directory / COORDINATOR_FILE, here | {"epoch": self._epoch})
+        here |= {"epoch": self._epoch.number}
+        write_private_json(self._epoch.run_directory / COORDINATOR_FILE, here)
         services.rendezvous.start(lambda identity: self._inbox.ask(Met(identity), control_s))
         if isinstance(self._before, Left):
             self._take_over(self._before)
@@ -209,7 +210,7 @@ class Coordinator:
     def _take_over(self, left: Left) -> None:
         """Goes on with what another coordinator has left, once all who may still live have called,
         or had the time to."""
-        self._feed(e.TookOver(self._epoch, os.getpid(), socket.gethostname()))
+        self._feed(e.TookOver(self._epoch.number, os.getpid(), socket.gethostname()))
         self._checkpoints.open()
         for message in left.saved:
             self._saved_or_restored(message)
@@ -220,7 +221,8 @@ class Coordinator:
                 self._dispatch(event)
             self._registry.flush()
         missing = ", ".join(sorted(map(str, self._registry.away())))
-        log.info("coordinator %d has taken over; it misses %s", self._epoch, missing or "nobody")
+        number = self._epoch.number
+        log.info("coordinator %d has taken over; it misses %s", number, missing or "nobody")
         for launch in self.core.agents.running():
             self._agents.declare_lost(launch)
         self._feed(e.Regained())
@@ -258,6 +260,8 @@ class Coordinator:
 
     def _turn(self) -> None:
         event = self._inbox.get(TICK_S)
+        if self._frozen:  # before anything comes of what was heard
+            self._epoch.check()
         if event is not None:
             self._dispatch(event)
         if event is None or self._clock.now_s() >= self._next_tick_s:
@@ -284,8 +288,9 @@ class Coordinator:
                 if self._journal_failed:
                     self._journal_failed = False
                     self._feed(e.JournalFailed(""))
+            case Superseded():
+                raise event
             case e.JournalFailed():
-                check_epoch(self._run_directory, self._epoch)
                 self._journal_failed = True
                 self._perform_held()
                 self._feed(event)
@@ -294,11 +299,10 @@ class Coordinator:
 
     def _tick(self) -> None:
         now_s = self._clock.now_s()
-        frozen = now_s - self._last_tick_s > FROZEN_S
-        self._last_tick_s = now_s
+        frozen, self._last_tick_s = self._frozen, now_s
         if frozen or now_s >= self._next_epoch_s:
             self._next_epoch_s = now_s + EPOCH_S
-            check_epoch(self._run_directory, self._epoch)
+            self._epoch.check()
             self._registry.tell_what_is_safe()
         if frozen:
             # It was this process that stood still (a suspended machine, a slow disk): what was
@@ -315,6 +319,10 @@ class Coordinator:
         if self._inbox.empty():  # else the heartbeat may be in there
             self._look_at_the_silent()
             self._look_at_progress()
+
+    @property
+    def _frozen(self) -> bool:
+        return self._clock.now_s() - self._last_tick_s > FROZEN_S
 
     def _look_at_the_silent(self) -> None:
         """A machine may vanish without closing its sockets."""
@@ -381,7 +389,7 @@ class Coordinator:
         done = self.core.recorder.steps_done
         note = WorldNote(world.generation, layout, workers, done, steps, at_s, kind)
         try:
-            note.write(self._run_directory)
+            note.write(self._epoch.run_directory)
         except OSError as error:
             log.warning("the world that trains cannot be noted: %s", error)
 
@@ -399,8 +407,8 @@ class Coordinator:
     # ---- connections
 
     def _called(self, channel: Channel, calls: m.Calls) -> None:
-        if calls.epoch > self._epoch:
-            raise Superseded(self._epoch)
+        if calls.epoch > self._epoch.number:
+            raise Superseded(self._epoch.number)
         refused = version_fault(calls.version, f"agent {calls.agent}")
         if not self._agents.expects(calls.agent) and calls.agent not in self._registry:
             refused = "it is not expected"
@@ -413,7 +421,7 @@ class Coordinator:
         for worker in calls.workers:
             if worker not in self._registry and self.core.expects(worker):
                 self._registry.add(worker, calls.agent)
-        self._registry.connect(channel, calls, self._epoch)
+        self._registry.connect(channel, calls, self._epoch.number)
         self._agents.called(calls.agent, calls.launches)
 
     def _said(self, said: Said) -> None:

@@ -38,7 +38,7 @@ from liver_hpc.report.store import METRICS_FILE, write_metrics
 from liver_hpc.run.codec import memory_of
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.entries import JOURNAL_FILE, read_entries
-from liver_hpc.run.epoch import Superseded
+from liver_hpc.run.epoch import Superseded, claim_epoch
 from liver_hpc.run.events import Memory
 from liver_hpc.run.journal import Journal
 from liver_hpc.run.outcome import COORDINATOR_FILE, OUTCOME_FILE, Outcome, open_log
@@ -72,8 +72,8 @@ def services_of(config: RunConfig, run_directory: Path, secret: bytes) -> Servic
         launcher=launcher,
         pool=pool,
         rendezvous=MpiRendezvous(run_directory, secret, mpi),
-        open_journal=lambda tell: Journal(
-            run_directory / JOURNAL_FILE, tell, config.metrics.reserve_bytes
+        open_journal=lambda tell, epoch: Journal(
+            run_directory / JOURNAL_FILE, tell, config.metrics.reserve_bytes, epoch=epoch
         ),
         attributes=_attributes(config),
     )
@@ -143,6 +143,7 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
         return coordinator.core.identity() if coordinator is not None else "start"
 
     stack.enter_context(_logging_to(directory / "logs" / "coordinator.log", identity))
+    epoch = claim_epoch(directory)
     memory = _memory(directory)
     # It reads the journal, which must be one that can be gone on with.
     watched = stack.enter_context(tracked(config, directory, control.note))
@@ -153,7 +154,7 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
             memory = coordinator.core.memory
         services = watched(build(config, directory, secret))
         left = _left(journal, config, services) if coordinator is None else None
-        coordinator = Coordinator(config, directory, secret, services, control, left or memory)
+        coordinator = Coordinator(config, epoch, secret, services, control, left or memory)
         resumed = newest_step(checkpoints)
         outcome = coordinator.run()
         if outcome.state != "restart":

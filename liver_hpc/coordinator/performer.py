@@ -23,8 +23,9 @@ from liver_hpc.rendezvous.base import Answer as MeetingAnswer
 from liver_hpc.rendezvous.base import Rendezvous
 from liver_hpc.run import actions as a
 from liver_hpc.run.decide import Place
-from liver_hpc.run.events import CheckpointFailed, JournalFailed, LaunchFailed
-from liver_hpc.run.journal import Journal, Written
+from liver_hpc.run.epoch import Epoch
+from liver_hpc.run.events import CheckpointFailed, LaunchFailed
+from liver_hpc.run.journal import Journal, JournalNews
 from liver_hpc.run.outcome import Outcome
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class Services:
     recipe: Recipe
     launcher: Launcher
     rendezvous: Rendezvous
-    open_journal: Callable[[Callable[[Written | JournalFailed], None]], Journal]
+    open_journal: Callable[[Callable[[JournalNews], None], Epoch], Journal]
     attributes: Mapping[str, str] = field(default_factory=dict)
     pool: NodePool = field(default_factory=NodePool)
     place: Place = place

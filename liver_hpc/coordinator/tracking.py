@@ -22,9 +22,8 @@ from liver_hpc.coordinator.performer import Services
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.host.child import Child, Command
 from liver_hpc.host.process import quiet_thread
-from liver_hpc.run.epoch import Superseded
-from liver_hpc.run.events import JournalFailed
-from liver_hpc.run.journal import Journal, Written
+from liver_hpc.run.epoch import Epoch, Superseded
+from liver_hpc.run.journal import Journal, JournalNews
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +31,7 @@ END_S = 35.0
 """So long it may take to tell the rest; a little longer than it gives itself."""
 
 Watched = Callable[[Services], Services]
-Tell = Callable[[Written | JournalFailed], None]
+Tell = Callable[[JournalNews], None]
 
 
 @contextlib.contextmanager
@@ -85,13 +84,13 @@ def _woken(services: Services, wake: FileIO) -> Services:
     """The services with a journal that wakes the process."""
     plain = services.open_journal
 
-    def open_journal(tell: Tell) -> Journal:
-        def tell_both(told: Written | JournalFailed) -> None:
+    def open_journal(tell: Tell, epoch: Epoch) -> Journal:
+        def tell_both(told: JournalNews) -> None:
             tell(told)
             with contextlib.suppress(BrokenPipeError, ValueError):  # it has ended, or is to
                 wake.write(b"\n")
 
-        return plain(tell_both)
+        return plain(tell_both, epoch)
 
     return replace(services, open_journal=open_journal)
 

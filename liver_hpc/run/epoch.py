@@ -1,11 +1,14 @@
 """Which coordinator of a run counts: each takes the next number, and the highest is the one.
 
-A number is a file that only one can make, also on a shared file system.
+A number is a file that only one can make, also on a shared file system. It is taken before the
+journal is read, and looked at again after each write to it, before anything comes of what was
+written. So what a coordinator acts upon, the next one has read.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from liver_hpc.errors import LiverError
@@ -20,8 +23,21 @@ class Superseded(LiverError):
         super().__init__(f"another coordinator has taken over from number {epoch}")
 
 
-def claim_epoch(run_directory: Path) -> int:
-    """The number of this coordinator, 1 for the first. Raises LiverError where it cannot be
+@dataclass(frozen=True)
+class Epoch:
+    """The number of one coordinator of a run, 1 for the first."""
+
+    run_directory: Path
+    number: int
+
+    def check(self) -> None:
+        """Raises Superseded where there is a later one."""
+        if _path(self.run_directory / EPOCHS, self.number + 1).exists():
+            raise Superseded(self.number)
+
+
+def claim_epoch(run_directory: Path) -> Epoch:
+    """That of this coordinator, which supersedes all others. Raises LiverError where it cannot be
     written."""
     directory = run_directory / EPOCHS
     try:
@@ -33,15 +49,9 @@ def claim_epoch(run_directory: Path) -> int:
             except FileExistsError:
                 number += 1
             else:
-                return number
+                return Epoch(run_directory, number)
     except OSError as error:
         raise LiverError(f"{directory}: {error.strerror}") from error
-
-
-def check_epoch(run_directory: Path, epoch: int) -> None:
-    """Raises Superseded where there is a later one."""
-    if _path(run_directory / EPOCHS, epoch + 1).exists():
-        raise Superseded(epoch)
 
 
 def newest_epoch(run_directory: Path) -> int:

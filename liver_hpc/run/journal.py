@@ -17,6 +17,7 @@ from pathlib import Path
 from liver_hpc.errors import LiverError
 from liver_hpc.host.files import flush_to_disk
 from liver_hpc.run.entries import STEP_DONE, STEPS_DROPPED, Event, decode, encode, torn_text
+from liver_hpc.run.epoch import Epoch, Superseded
 from liver_hpc.run.events import JournalFailed
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,10 @@ class Written:
     number: int
 
 
+JournalNews = Written | JournalFailed | Superseded
+"""What a coordinator hears of its journal."""
+
+
 def free_bytes(directory: Path) -> int:
     """Bytes that an ordinary user may still write in a directory's file system."""
     status = os.statvfs(directory)
@@ -46,17 +51,21 @@ class Journal:
 
     Where the disk has less than `reserve_bytes` free, or a write fails, `JournalFailed` is told
     once; entries wait in memory, and every second is another attempt. `tell` is called in the
-    writer's thread. error: why entries cannot be written now; empty while they can. dropped: steps
-    that memory could not keep while the disk took nothing.
+    writer's thread. Where a later coordinator than `epoch` has taken the run over, that is told as
+    Superseded, and nothing else any more.
+
+    error: why entries cannot be written now; empty while they can. dropped: steps that memory could
+    not keep while the disk took nothing.
     """
 
     def __init__(
         self,
         path: Path,
-        tell: Callable[[Written | JournalFailed], None],
+        tell: Callable[[JournalNews], None],
         reserve_bytes: int,
         free: Callable[[Path], int] = free_bytes,
         waiting_bytes: int = WAITING_BYTES,
+        epoch: Epoch | None = None,
     ) -> None:
         """Goes on with the file at `path`, or makes it (mode 0600).
 
@@ -65,6 +74,7 @@ class Journal:
         self._path = path
         self._tell = tell
         self._reserve_bytes = reserve_bytes
+        self._epoch = epoch
         self._free = free
         self._waiting_bytes = waiting_bytes
         self._end_bytes, self._next = _open(path)
@@ -119,6 +129,10 @@ class Journal:
             try:
                 if batch:
                     self._write(b"".join(map(_line, batch)))
+                    self._check_epoch()
+            except Superseded as superseded:
+                self._tell(superseded)
+                return
             except (OSError, LiverError) as error:
                 with self._changed:
                     later, self._waiting = self._waiting, batch
@@ -145,6 +159,7 @@ class Journal:
             if self._may_be_torn and size_bytes > self._end_bytes:
                 file.truncate(self._end_bytes)
             elif size_bytes != self._end_bytes:
+                self._check_epoch()
                 raise LiverError(
                     f"wanted {self._end_bytes} bytes in it, got {size_bytes}: "
                     "another process has written to it or cut it"
@@ -157,6 +172,10 @@ class Journal:
             os.fsync(file.fileno())
         self._may_be_torn = False
         self._end_bytes += len(data)
+
+    def _check_epoch(self) -> None:
+        if self._epoch is not None:
+            self._epoch.check()
 
     def _failed(self, error: Exception) -> None:
         reason = str(error.strerror if isinstance(error, OSError) else error)

@@ -53,7 +53,7 @@ class _Failures(NamedTuple):
     again: int
 
 
-_NONE = _Failures(generation=-1, times=0, again=0)
+_NO_FAILURES = _Failures(generation=-1, times=0, again=0)
 
 
 class Snapshots:
@@ -65,7 +65,7 @@ class Snapshots:
         self._every = 1 if self._wanted == "auto" else self._wanted
         self._complete: list[Snapshot] = []
         self._taking: _Taking | None = None
-        self._failures = _NONE
+        self._failures = _NO_FAILURES
 
     def begin(self, world: World, step: int, leaves: bool = False) -> None:
         """At the boundary after `step` steps: begins to take a snapshot, where one is due. Not
@@ -80,8 +80,7 @@ class Snapshots:
             self._end_taking()
             self._complete.clear()  # nobody could lose anything but all
             return
-        failures = self._failures_of(world.generation)
-        if step < failures.again:
+        if step < self._failures_of(world.generation).again:
             return
         taking = self._taking
         if taking is None or taking.generation != world.generation:
@@ -140,7 +139,7 @@ class Snapshots:
         return due and not self._failures_of(taking.generation).times
 
     def _failures_of(self, generation: int) -> _Failures:
-        return self._failures if self._failures.generation == generation else _NONE
+        return self._failures if self._failures.generation == generation else _NO_FAILURES
 
     def agreed(self, result: StepResult, members: int) -> None:
         """What all workers know now; the same on all of them."""
@@ -156,7 +155,7 @@ class Snapshots:
             return
         if result.snapshot != members:
             return
-        self._failures = _NONE
+        self._failures = _NO_FAILURES
         if self._wanted == "auto":
             cost, took_steps = self._context.config.snapshots.cost, result.snapshot_steps / members
             before_steps, self._every = self._every, max(1, math.ceil(took_steps / cost))

@@ -21,6 +21,7 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.rendezvous.base import Identity
 from liver_hpc.rendezvous.channel import Channel, connect
+from liver_hpc.run.epoch import claim_epoch
 from liver_hpc.run.estimates import HandoffEstimator
 from liver_hpc.run.events import CoordinatorStarted, Memory, Node
 from liver_hpc.run.machine import Run
@@ -62,8 +63,8 @@ class LiveRun:
         self._operator: Channel | None = None
 
     def new_coordinator(self, config: RunConfig, before: Memory | Left) -> Coordinator:
-        where = self.directory, SECRET, self._services
-        return Coordinator(config, *where, self.control, before)
+        epoch = claim_epoch(self.directory)
+        return Coordinator(config, epoch, SECRET, self._services, self.control, before)
 
     def start(self) -> None:
         """Returns once training has begun."""

@@ -16,9 +16,8 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.rendezvous.channel import ChannelClosed
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.entries import Event
-from liver_hpc.run.epoch import Superseded, claim_epoch
-from liver_hpc.run.events import JournalFailed
-from liver_hpc.run.journal import Written
+from liver_hpc.run.epoch import Epoch, Superseded, claim_epoch
+from liver_hpc.run.journal import JournalNews
 from tests.fakes import JournalRecords, MemoryJournal, tiny_run
 from tests.unit.coordinator.live import LIMIT_S, LiveRun
 
@@ -30,9 +29,7 @@ COORDINATOR_S = 20.0
 class MortalJournal(MemoryJournal):
     """Goes on with what others have written."""
 
-    def __init__(
-        self, tell: Callable[[Written | JournalFailed], None], records: MortalRecords
-    ) -> None:
+    def __init__(self, tell: Callable[[JournalNews], None], records: MortalRecords) -> None:
         super().__init__(tell)
         self._lines = records.lines
         self._records = records
@@ -60,7 +57,7 @@ class MortalRecords(JournalRecords):
         self.lines: list[bytes] = []
         self.deadly = (-1, False)
 
-    def open(self, tell: Callable[[Written | JournalFailed], None]) -> MemoryJournal:
+    def open(self, tell: Callable[[JournalNews], None], epoch: Epoch) -> MemoryJournal:
         self.journal = MortalJournal(tell, self)
         return self.journal
 

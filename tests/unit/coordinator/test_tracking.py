@@ -15,7 +15,7 @@ from liver_hpc.config.load import dump_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.performer import Services
 from liver_hpc.coordinator.tracking import Watched, tracked
-from liver_hpc.run.epoch import Superseded
+from liver_hpc.run.epoch import Epoch, Superseded
 from liver_hpc.run.journal import Journal
 from tests.unit.tracking.told import STARTED, entries, step_done
 
@@ -37,9 +37,9 @@ def recorded(run_directory: Path, watched: Watched) -> None:
         recipe=nothing,
         launcher=nothing,
         rendezvous=nothing,
-        open_journal=lambda tell: Journal(run_directory / "journal.jsonl", tell, 0),
+        open_journal=lambda tell, epoch: Journal(run_directory / "journal.jsonl", tell, 0),
     )
-    journal = watched(services).open_journal(lambda told: None)
+    journal = watched(services).open_journal(lambda told: None, Epoch(run_directory, 1))
     for entry in entries(STARTED, *(step_done(number) for number in range(3))):
         journal.append(entry.at_s, entry.event)
     journal.close(10.0)

@@ -8,21 +8,22 @@ from pathlib import Path
 import pytest
 
 from liver_hpc.errors import LiverError
-from liver_hpc.run.epoch import Superseded, check_epoch, claim_epoch, newest_epoch
+from liver_hpc.run.epoch import Epoch, Superseded, claim_epoch, newest_epoch
 
 
 def test_the_next_one_supersedes_those_before(tmp_path: Path) -> None:
     assert newest_epoch(tmp_path) == 0
     first = claim_epoch(tmp_path)
-    check_epoch(tmp_path, first)
-    assert claim_epoch(tmp_path) == newest_epoch(tmp_path) == first + 1 == 2
-    check_epoch(tmp_path, 2)
+    first.check()
+    second = claim_epoch(tmp_path)
+    assert (first.number, second.number, newest_epoch(tmp_path)) == (1, 2, 2)
+    second.check()
     with pytest.raises(Superseded, match="taken over from number 1"):
-        check_epoch(tmp_path, first)
+        first.check()
 
 
 def test_no_two_have_the_same_number(tmp_path: Path) -> None:
-    claimed: list[int] = []
+    claimed: list[Epoch] = []
     threads = [
         threading.Thread(target=lambda: claimed.append(claim_epoch(tmp_path))) for _ in range(16)
     ]
@@ -30,7 +31,7 @@ def test_no_two_have_the_same_number(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(claimed) == [*range(1, 17)]
+    assert sorted(each.number for each in claimed) == [*range(1, 17)]
 
 
 def test_without_a_number_there_is_no_coordinator(tmp_path: Path) -> None:

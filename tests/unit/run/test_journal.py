@@ -21,8 +21,9 @@ from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.run import journal as module
 from liver_hpc.run.entries import Entry, read_entries
+from liver_hpc.run.epoch import Superseded, claim_epoch
 from liver_hpc.run.events import JournalFailed
-from liver_hpc.run.journal import Journal, Written
+from liver_hpc.run.journal import Journal, JournalNews, Written
 from tests.fakes import MemoryJournal
 
 LIMIT_S = 30.0
@@ -452,6 +453,39 @@ def test_what_another_process_has_written_is_not_written_over(path: Path) -> Non
         ours.append(2.0, {"type": "late"})
         until(lambda: "another process has written to it" in ours.error, "the failure")
     assert [entry.event for entry in read_entries(path)] == [BEGUN, BEGUN]
+
+
+def test_nothing_comes_of_what_is_written_once_another_coordinator_has_taken_over(
+    path: Path,
+) -> None:
+    """It may not have read that; so it is never told as written. And no more is tried."""
+    epoch, told = claim_epoch(path.parent), list[JournalNews]()
+    ours = Journal(path, told.append, 0, epoch=epoch)
+    ours.append(1.0, BEGUN)
+    until(lambda: told == [Written(0)], "the first entry")
+    claim_epoch(path.parent)
+    ours.append(2.0, {"type": "late"})
+    until(lambda: len(told) == 2, "the news")
+    with opened(path) as theirs:
+        theirs.append(3.0, {"type": "taken over"})
+    ours.append(4.0, {"type": "later"})
+    ours.close(LIMIT_S)
+    assert isinstance(told[1], Superseded)
+    assert len(told) == 2
+    assert [entry.event["type"] for entry in read_entries(path)][1:] == ["late", "taken over"]
+
+
+def test_one_that_wakes_finds_what_the_next_coordinator_has_written(path: Path) -> None:
+    epoch, told = claim_epoch(path.parent), list[JournalNews]()
+    ours = Journal(path, told.append, 0, epoch=epoch)
+    claim_epoch(path.parent)
+    with opened(path) as theirs:
+        theirs.append(1.0, BEGUN)
+    ours.append(2.0, {"type": "late"})
+    until(lambda: len(told) == 1, "the news")
+    ours.close(LIMIT_S)
+    assert isinstance(told[0], Superseded)
+    assert [entry.event for entry in read_entries(path)] == [BEGUN]
 
 
 def test_what_was_told_as_written_survives_a_kill(path: Path) -> None:
