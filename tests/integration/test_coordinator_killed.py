@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from liver_hpc.cli.client import stop
@@ -61,6 +60,10 @@ def await_next(run: RunDirectory, epoch: int) -> None:
         return address is not None and address.epoch > epoch
 
     wait_until(is_there, 60.0, f"a coordinator of {run} after {epoch}")
+
+
+def lives(run: RunDirectory, pid: int) -> bool:
+    return pid in {process.pid for process in processes_of(run)}
 
 
 def ended_well(run: RunDirectory, quiet: RunRecords) -> RunRecords:
@@ -118,16 +121,19 @@ def test_one_that_stands_still_and_wakes_leaves_all_to_the_one_that_has_taken_ov
     still = run.coordinator()
     assert still is not None
     words = [sys.executable, "-m", "liver_hpc", "coordinate", str(run.path)]
-    with subprocess.Popen(words) as other:
+    other = subprocess.Popen(words)
+    try:
         await_next(run, still.epoch)
         watch(run, lambda status: status.handoffs_done + status.handoffs_aborted == 1, 60.0)
         os.kill(still.pid, signal.SIGCONT)
-        wait_until(lambda: not psutil.pid_exists(still.pid), 20.0, "its end")
+        wait_until(lambda: not lives(run, still.pid), 20.0, "its end")
         step = read_run(run.path).steps[-1].step
         watch(run, lambda status: status.step >= step + 5, 60.0)
         records = ended_well(run, quiet)
         assert [row.outcome for row in records.reconfigurations] == ["completed"]
         assert other.wait(20.0) == 0
+    finally:
+        other.kill()
 
 
 MOMENTS = (
