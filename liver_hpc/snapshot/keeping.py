@@ -250,10 +250,9 @@ class _Taking(threading.Thread):
         self._states.put((state, scalars))
 
     def _new(self) -> list[Snapshot]:
-        model, device = self._context.recipe.spec, self._context.device.torch_device
+        model, memory = self._context.recipe.spec, self._context.device.host_memory
         ranks = (self._exchange.rank, *self._exchange.wards)
-        pinned = device.type == "cuda"
-        return [Snapshot(model, self._layout, rank, self.generation, pinned) for rank in ranks]
+        return [Snapshot(model, self._layout, rank, self.generation, memory) for rank in ranks]
 
     def wait(self, event: threading.Event, waits_for: str) -> None:
         """Raises DeadlineError."""
@@ -303,6 +302,10 @@ class _Taking(threading.Thread):
             self.done.set()
 
     def _take(self, state: WorldState, scalars: ScalarState) -> None:
+        for each in self.pending:
+            _ = each.memory  # now, not while the state is read
+        if self._closed:
+            raise TransferError("nobody wants the snapshot any more")
         with self._lane.entered():
             self.pending[0].take(state, scalars)
         self._lane.finish(self._deadline("the device to copy the state into host memory"))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -25,31 +26,56 @@ class _Piece(NamedTuple):
     memory: torch.Tensor
 
 
+def _plain_memory(num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
 class Snapshot:
     """The share of one rank of a layout at a step boundary, in one run of host memory.
 
-    generation: of the world whose state it is. memory: [bytes] of uint8; undefined before `take`,
-    or before it has arrived from another worker. scalars, digests (by kind): set with it.
+    generation: of the world whose state it is. scalars, digests (by kind): set with what the memory
+    holds. new_memory: where that comes from, by its bytes.
     """
 
     def __init__(
-        self, model: ModelSpec, layout: Layout, rank: int, generation: int, pinned: bool = False
+        self,
+        model: ModelSpec,
+        layout: Layout,
+        rank: int,
+        generation: int,
+        new_memory: Callable[[int], torch.Tensor] = _plain_memory,
     ) -> None:
         self.layout, self.rank, self.generation = layout, rank, generation
         self.scalars: ScalarState | None = None
         self.digests: dict[str, int] = {}
         self._model = model
-        boxes = [*snapshot_boxes(model, layout, layout.coordinate(rank))]
+        self._new_memory = new_memory
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """[bytes] of uint8; undefined before `take`, or before it has arrived from another worker.
+        It comes to be when it is first asked for, which may take a while."""
+        return self._laid_out[0]
+
+    @property
+    def _pieces(self) -> Mapping[tuple[str, int], Sequence[_Piece]]:
+        return self._laid_out[1]
+
+    @cached_property
+    def _laid_out(self) -> tuple[torch.Tensor, dict[tuple[str, int], list[_Piece]]]:
+        model, layout = self._model, self.layout
+        boxes = [*snapshot_boxes(model, layout, layout.coordinate(self.rank))]
         sizes = [box.elements * model.element_bytes(kind, index) for kind, index, box in boxes]
         starts = [0]
         for size in sizes:
             starts.append(_aligned(starts[-1] + size))
-        self.memory = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=pinned)
-        self._pieces: dict[tuple[str, int], list[_Piece]] = defaultdict(list)
+        memory = self._new_memory(starts[-1])
+        pieces: dict[tuple[str, int], list[_Piece]] = defaultdict(list)
         for (kind, index, box), start, size in zip(boxes, starts, sizes, strict=False):
             bits = _BITS[model.element_bytes(kind, index)]
-            piece = self.memory[start : start + size].view(bits).view(box.shape)
-            self._pieces[kind, index].append(_Piece(box, piece))
+            piece = memory[start : start + size].view(bits).view(box.shape)
+            pieces[kind, index].append(_Piece(box, piece))
+        return memory, pieces
 
     def take(self, state: WorldState, scalars: ScalarState) -> None:
         """Copies the share from a world of the layout; on CUDA in the calling thread's lane, which

@@ -23,6 +23,7 @@ from liver_hpc.host.interfaces import interface_addresses, interface_holding
 from liver_hpc.transport.lane import Lane, new_lane, own_lane
 from liver_hpc.transport.nccl_log import Chosen, NcclLog
 from liver_hpc.world import gloo_sockets
+from liver_hpc.world.pinned import pinned_memory
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,13 @@ class Device:
         Raises DeadlineError; RuntimeError where that work failed.
         """
         own_lane(self.torch_device).finish(deadline)
+
+    def host_memory(self, num_bytes: int) -> torch.Tensor:
+        """[num_bytes] of uint8 on the host, with which the device exchanges bytes in a lane, beside
+        the calling thread."""
+        if self.torch_device.type == "cuda":
+            return pinned_memory(num_bytes)
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
     def room(self) -> Room | None:
         """What there is beside the world that trains; None where the device does not tell."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +18,8 @@ from liver_hpc.layout.snapshots import SNAPSHOTS_HELD, largest_snapshot, most_he
 from liver_hpc.protocol.messages import Unprotected
 from liver_hpc.run.salvage import newest
 from liver_hpc.snapshot.keeping import Flag
+from liver_hpc.snapshot.memory import Snapshot
+from liver_hpc.world.device import Device
 from tests.unit.layout.models import TIED
 from tests.unit.snapshot.rig import (
     ALONE,
@@ -28,6 +31,7 @@ from tests.unit.snapshot.rig import (
     of_a_pair,
     played_exchanges,
 )
+from tests.unit.snapshot.states import CPU
 
 COMPLETE, NOT_YET, FAILED = Flag(True, 0.5), Flag(), Flag(failed=True)
 
@@ -383,6 +387,36 @@ def test_halted_it_holds_what_others_may_count_already(crosses: bool) -> None:
     taken = threading.active_count()
     one.snapshots.halt()
     assert threading.active_count() <= taken
+
+
+class SlowDevice(Device):
+    """Whose host memory takes as long to come to be as the test says."""
+
+    may_come = threading.Event()
+
+    def host_memory(self, num_bytes: int) -> torch.Tensor:
+        assert self.may_come.wait(LIMIT_S)
+        return super().host_memory(num_bytes)
+
+
+def test_halted_while_its_memory_comes_to_be_it_reads_no_state_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That state's memory is freed then."""
+    read: list[Snapshot] = []
+    monkeypatch.setattr(Snapshot, "take", lambda self, *_: read.append(self))
+    monkeypatch.setattr(SlowDevice, "may_come", threading.Event())
+    one = of_a_pair(1, device=SlowDevice(CPU))
+    one.snapshots.begin(one.world, one.step)
+    taking = one.snapshots._taking
+    assert taking is not None
+    timer = threading.Timer(0.2, SlowDevice.may_come.set)
+    timer.start()
+    one.snapshots.halt()
+    taking.join(LIMIT_S)
+    assert read == []
+    assert one.said == []
+    timer.join()
 
 
 def test_the_state_is_that_of_one_boundary_of_one_world() -> None:
