@@ -140,6 +140,15 @@ def processes_of(run: RunDirectory) -> list[psutil.Process]:
     return found
 
 
+def kill_host(run: RunDirectory) -> None:
+    """Kills who would start another coordinator, and with it the one that there is."""
+    address = run.coordinator()
+    assert address is not None
+    host = psutil.Process(address.pid).parent()
+    assert host is not None
+    host.kill()
+
+
 def tails(run: RunDirectory, lines: int = 15) -> str:
     """The ends of the run's logs, for a failure message."""
     texts = []

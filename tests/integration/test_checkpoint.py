@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from liver_hpc.run.outcome import Outcome
 from tests.integration.runs import (
     ENDLESS,
     finish,
+    kill_host,
     processes_of,
     run_config,
     start,
@@ -280,16 +279,15 @@ def test_a_disk_that_is_full_costs_the_checkpoint_and_not_the_run(
 
 @pytest.mark.long
 @pytest.mark.usefixtures("unhurried_steps")
-def test_sigkill_of_the_coordinator_leaves_a_run_that_goes_on(
+def test_sigkill_of_all_that_coordinates_leaves_a_run_that_goes_on(
     tmp_path: Path, quiet: RunRecords, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Metrics of the life before are kept; the steps after its last checkpoint are there twice. The
     journal of both lives is played again by `finish`."""
-    run = start(short_run(tmp_path, checkpoint={"every_steps": 5}))
+    sections = {"checkpoint": {"every_steps": 5}, "deadlines": {"coordinator_s": 2.0}}
+    run = start(short_run(tmp_path, **sections))
     watch(run, lambda status: len(read_run(run.path).steps) >= 7, 60.0)
-    address = run.coordinator()
-    assert address is not None
-    os.kill(address.pid, signal.SIGKILL)
+    kill_host(run)
     wait_until(lambda: not processes_of(run), 20.0, f"processes {processes_of(run)}")
     monkeypatch.delenv("LIVER_TEST_STEP_S")
     go_on(run, dp=2)

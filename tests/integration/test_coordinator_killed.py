@@ -173,18 +173,6 @@ def test_a_handoff_ends_in_one_of_its_worlds_whenever_the_coordinator_dies(
     assert len(records.reconfigurations) == 1
 
 
-@pytest.mark.long
-def test_without_another_coordinator_workers_end_by_themselves(tmp_path: Path) -> None:
-    """Whoever starts coordinators was killed, too."""
-    run = start(run_config(tmp_path, ENDLESS, deadlines={"coordinator_s": 3.0}))
-    watch(run, lambda status: status.step >= 3, 100.0)
-    starters = [each for each in processes_of(run) if "submitit.core._submit" in each.cmdline()]
-    assert starters
-    for each in starters:
-        each.kill()  # with the first of them the coordinator ends, too
-    wait_until(lambda: not processes_of(run), 30.0, f"the end of {processes_of(run)}")
-
-
 def test_operators_reach_the_coordinator_that_has_taken_over(tmp_path: Path) -> None:
     run = start(run_config(tmp_path, ENDLESS))
     watch(run, lambda status: status.step >= 3, 100.0)

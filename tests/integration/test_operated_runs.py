@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import psutil
 import pytest
 
 from liver_hpc.cli.client import request, stop
@@ -16,6 +15,7 @@ from tests.integration.leftovers import no_abandoned_files
 from tests.integration.runs import (
     ENDLESS,
     finish,
+    kill_host,
     processes_of,
     run_config,
     start,
@@ -100,11 +100,7 @@ def test_nothing_is_left_where_no_coordinator_comes_back(tmp_path: Path, busy: b
         if busy:
             request(run, ResizeRequest(workers=4))
             watch(run, lambda status: status.handoff is not None, 10.0)
-        address = run.coordinator()
-        assert address is not None
-        host = psutil.Process(address.pid).parent()
-        assert host is not None
-        host.kill()
+        kill_host(run)
         wait_until(lambda: not processes_of(run), 20.0, f"processes {processes_of(run)}")
 
 
