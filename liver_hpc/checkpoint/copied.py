@@ -11,6 +11,7 @@ from liver_hpc.checkpoint.written import written_boxes
 from liver_hpc.errors import CheckpointError, PlanError
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.tensors import Box, ModelSpec
+from liver_hpc.world.host_memory import NewMemory, in_one_run, plain_memory
 from liver_hpc.world.state import WorldState
 
 
@@ -27,21 +28,30 @@ class BoxView(Protocol):
 
 
 class HostCopy:
-    """The boxes that one worker writes, each in memory of its own: pinned where the state is on
-    CUDA. given_up: why nobody wants it any more, else empty; whoever reads it then, or still takes
-    it, gets a CheckpointError."""
+    """The boxes that one worker writes, in memory that `new_memory` gives. given_up: why nobody
+    wants it any more, else empty; whoever reads it then, or still takes it, gets a
+    CheckpointError."""
 
-    def __init__(self, model: ModelSpec, layout: Layout, at: Coordinate) -> None:
+    def __init__(
+        self,
+        model: ModelSpec,
+        layout: Layout,
+        at: Coordinate,
+        new_memory: NewMemory = plain_memory,
+    ) -> None:
         self.model, self.layout, self.at = model, layout, at
+        self._new_memory = new_memory
         self.given_up = ""
         self._held: dict[tuple[str, int], list[tuple[Box, torch.Tensor]]] = defaultdict(list)
 
     def take(self, state: WorldState) -> None:
         """Copies; on CUDA in the calling thread's lane, which is not waited for."""
-        for kind, index, box in written_boxes(self.model, self.layout, self.at):
+        boxes = [*written_boxes(self.model, self.layout, self.at)]
+        views = [state.view(kind, index, box) for kind, index, box in boxes]
+        _, parts = in_one_run([view.nbytes for view in views], self._new_memory)
+        for (kind, index, box), view, part in zip(boxes, views, parts, strict=True):
             self._check()
-            view = state.view(kind, index, box)
-            memory = torch.empty(box.shape, dtype=view.dtype, pin_memory=view.is_cuda)
+            memory = part.view(view.dtype).view(box.shape)
             self._held[kind, index].append((box, memory.copy_(view, non_blocking=True)))
 
     def view(self, kind: str, tensor_index: int, box: Box) -> torch.Tensor:

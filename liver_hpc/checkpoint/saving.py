@@ -12,11 +12,14 @@ import math
 import threading
 from pathlib import Path
 
+import torch
+
 from liver_hpc.checkpoint.copied import HostCopy
 from liver_hpc.checkpoint.parts import Save, save
 from liver_hpc.clock import Deadline
 from liver_hpc.protocol.messages import ClassDigest, Saved
 from liver_hpc.world.context import WorkerContext
+from liver_hpc.world.host_memory import NewMemory, plain_memory
 from liver_hpc.world.state import WorldState
 from liver_hpc.world.world import World
 
@@ -43,6 +46,7 @@ class Saving:
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
         self._writing: _Writing | None = None
+        self._kept = plain_memory(0)
         self._asked_by = -1
         self._asked_for: _Writing | None = None
         self._yields = Deadline.after(context.clock, 0.0, "the checkpoint")
@@ -80,7 +84,18 @@ class Saving:
             context.send(made.failed("the checkpoint before is still being written"))
             return
         self._began_s = context.clock.now_s()
-        self._writing = _Writing(context, made, world)
+        self._writing = _Writing(context, made, world, self._memory)
+
+    def _memory(self, num_bytes: int) -> torch.Tensor:
+        """For a copy, of which there is one at a time. A GPU's is kept for the next one: to make it
+        takes longer than to copy."""
+        if self._kept.numel() < num_bytes:
+            self._kept = plain_memory(0)  # it goes before the other one comes
+            made = self._context.device.host_memory(num_bytes)
+            if self._context.device.torch_device.type != "cuda":
+                return made
+            self._kept = made
+        return self._kept[:num_bytes]
 
     def _ended(self, limit_s: float) -> bool:
         """Whether the last one has come to its end, waiting for that; but not again and again."""
@@ -144,7 +159,9 @@ class _Writing(threading.Thread):
     it took to be on the disk; 0 where it is not.
     """
 
-    def __init__(self, context: WorkerContext, made: Save, world: World) -> None:
+    def __init__(
+        self, context: WorkerContext, made: Save, world: World, new_memory: NewMemory
+    ) -> None:
         super().__init__(name="checkpoint", daemon=True)
         self.taken = threading.Event()
         self.told = False
@@ -152,7 +169,7 @@ class _Writing(threading.Thread):
         self._context = context
         self._made = made
         self._state: WorldState | None = world.state.standing()
-        self._copy = HostCopy(world.recipe.spec, world.rank_map.layout, world.at)
+        self._copy = HostCopy(world.recipe.spec, world.rank_map.layout, world.at, new_memory)
         self._lane = context.device.new_lane()
         self._lane.follow()
         self._telling = threading.Lock()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from liver_hpc.layout.snapshots import precise, snapshot_boxes
 from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec
 from liver_hpc.protocol.messages import HeldSnapshot, ScalarState
 from liver_hpc.transport.digest import MODULUS, box_digest
+from liver_hpc.world.host_memory import NewMemory, in_one_run, plain_memory
 from liver_hpc.world.state import WorldState
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -24,10 +25,6 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class _Piece(NamedTuple):
     box: Box
     memory: torch.Tensor
-
-
-def _plain_memory(num_bytes: int) -> torch.Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 class Snapshot:
@@ -43,7 +40,7 @@ class Snapshot:
         layout: Layout,
         rank: int,
         generation: int,
-        new_memory: Callable[[int], torch.Tensor] = _plain_memory,
+        new_memory: NewMemory = plain_memory,
     ) -> None:
         self.layout, self.rank, self.generation = layout, rank, generation
         self.scalars: ScalarState | None = None
@@ -66,15 +63,11 @@ class Snapshot:
         model, layout = self._model, self.layout
         boxes = [*snapshot_boxes(model, layout, layout.coordinate(self.rank))]
         sizes = [box.elements * model.element_bytes(kind, index) for kind, index, box in boxes]
-        starts = [0]
-        for size in sizes:
-            starts.append(_aligned(starts[-1] + size))
-        memory = self._new_memory(starts[-1])
+        memory, parts = in_one_run(sizes, self._new_memory)
         pieces: dict[tuple[str, int], list[_Piece]] = defaultdict(list)
-        for (kind, index, box), start, size in zip(boxes, starts, sizes, strict=False):
+        for (kind, index, box), part in zip(boxes, parts, strict=True):
             bits = _BITS[model.element_bytes(kind, index)]
-            piece = memory[start : start + size].view(bits).view(box.shape)
-            pieces[kind, index].append(_Piece(box, piece))
+            pieces[kind, index].append(_Piece(box, part.view(bits).view(box.shape)))
         return memory, pieces
 
     def take(self, state: WorldState, scalars: ScalarState) -> None:
@@ -182,7 +175,3 @@ def by_kind(digests: Mapping[tuple[str, int, Box], int]) -> dict[str, int]:
     for (kind, _, _), value in digests.items():
         totals[kind] += value
     return {kind: total % MODULUS for kind, total in totals.items()}
-
-
-def _aligned(size: int) -> int:
-    return -(-size // 64) * 64

@@ -23,7 +23,7 @@ from liver_hpc.host.interfaces import interface_addresses, interface_holding
 from liver_hpc.transport.lane import Lane, new_lane, own_lane
 from liver_hpc.transport.nccl_log import Chosen, NcclLog
 from liver_hpc.world import gloo_sockets
-from liver_hpc.world.pinned import pinned_memory
+from liver_hpc.world.host_memory import pinned_memory, plain_memory
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Device:
         the calling thread."""
         if self.torch_device.type == "cuda":
             return pinned_memory(num_bytes)
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return plain_memory(num_bytes)
 
     def room(self) -> Room | None:
         """What there is beside the world that trains; None where the device does not tell."""

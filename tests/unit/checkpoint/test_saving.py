@@ -93,16 +93,22 @@ def test_a_copy_gives_parts_of_boxes_and_refuses_what_it_lacks() -> None:
 
 
 class Seat:
-    """A worker that saves, in a world of one."""
+    """A worker that saves, in a world of one. made: host memory, by its bytes. kind: of its
+    device."""
 
     def __init__(
-        self, directory: Path, collective_s: float = 60.0, clock: Clock | None = None
+        self,
+        directory: Path,
+        collective_s: float = 60.0,
+        clock: Clock | None = None,
+        kind: str = "cpu",
     ) -> None:
         (at,) = ONE.coordinates()
         self.directory = directory
         self.said: list[FromWorker] = []
         self.state = filled(TIED, ONE, at)
         self.settled = 0
+        self.made: list[int] = []
         self.world: Any = SimpleNamespace(
             recipe=SimpleNamespace(spec=TIED),
             rank_map=rank_map(ONE),
@@ -120,7 +126,12 @@ class Seat:
             ),
             clock=clock or SystemClock(),
             send=self.said.append,
-            device=SimpleNamespace(enter=lambda: None, new_lane=InlineLane),
+            device=SimpleNamespace(
+                enter=lambda: None,
+                new_lane=InlineLane,
+                host_memory=self._host_memory,
+                torch_device=SimpleNamespace(type=kind),
+            ),
             open_store=None,
             checkpoints=directory,
         )
@@ -128,6 +139,10 @@ class Seat:
 
     def _settle(self) -> None:
         self.settled += 1
+
+    def _host_memory(self, num_bytes: int) -> torch.Tensor:
+        self.made.append(num_bytes)
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
     def told(self, messages: int) -> list[Saved]:
         wait_until(lambda: len(self.said) >= messages)
@@ -227,6 +242,20 @@ def test_a_handoff_waits_for_a_while_and_then_has_it_given_up(
     seat.saving.begin(seat.world, 8)
     assert seat.saving.lets_cross(5), "one that has begun since is waited for"
     assert seat.told(2)[1].error == ""
+
+
+@pytest.mark.parametrize(("kind", "made"), [("cpu", 3), ("cuda", 1)])
+def test_the_memory_of_a_copy_is_kept_where_it_takes_long_to_make(
+    kind: str, made: int, tmp_path: Path
+) -> None:
+    seat = Seat(tmp_path, kind=kind)
+    for number in (1, 2, 3):
+        seat.saving.begin(seat.world, 4 * number)
+        assert seat.told(number)[-1].error == ""
+        seat.saving.finish(WAIT_S)
+    assert len(seat.made) == made
+    assert len({*seat.made}) == 1
+    assert (seat.saving._kept.numel() > 0) == (kind == "cuda")
 
 
 def test_a_world_that_is_let_go_is_read_no_more(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from liver_hpc.world.pinned import pinned_memory
+from liver_hpc.world.host_memory import pinned_memory
 
 SUCCESS, REFUSED = 0, 2
 

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from liver_hpc.world.pinned import pinned_memory
+from liver_hpc.world.host_memory import pinned_memory
 
 pytestmark = [
     pytest.mark.gpu,

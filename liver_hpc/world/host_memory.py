@@ -1,0 +1,65 @@
+"""Host memory for copies of the state.
+
+A GPU copies into pinned memory beside the host. torch's own is rounded up to a power of two, and
+kept for tensors of that size once it was made: of shares of many gigabytes, in one layout after
+another, that could be all that a node has. So it is pinned here, as much as is asked for, and goes
+with its last tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import torch
+
+NewMemory = Callable[[int], torch.Tensor]
+"""Makes [bytes] of uint8, which may take a while."""
+
+_BOUND_BYTES = 64
+
+
+def plain_memory(num_bytes: int) -> torch.Tensor:
+    """[num_bytes] of uint8, as the process has it."""
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def in_one_run(
+    sizes: Sequence[int], new_memory: NewMemory
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Memory for parts of so many bytes, each of which begins on a bound of 64; and the parts."""
+    starts = [*accumulate((-(-size // _BOUND_BYTES) * _BOUND_BYTES for size in sizes), initial=0)]
+    memory = new_memory(starts[-1])
+    return memory, [
+        memory[start : start + size] for start, size in zip(starts, sizes, strict=False)
+    ]
+
+
+class _Pages(mmap.mmap):
+    """Memory of this process alone. address: by which the device knows it; 0 before it does."""
+
+    address = 0
+
+    def __del__(self) -> None:
+        if self.address:
+            torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]
+
+
+def pinned_memory(num_bytes: int) -> torch.Tensor:
+    """[num_bytes] of uint8, zero. Takes as long as the system needs to clear the pages.
+
+    Raises RuntimeError where the device cannot have them, OSError where there are none.
+    """
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    address = memory.data_ptr()
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
+    pages.address = address
+    return memory
