@@ -291,6 +291,7 @@ class Coordinator:
             case Superseded():
                 raise event
             case e.JournalFailed():
+                self._epoch.check()  # what comes of it now stands in no journal
                 self._journal_failed = True
                 self._perform_held()
                 self._feed(event)
