@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 from tests.golden_files import Golden
 
@@ -27,6 +28,9 @@ REPOSITORY = Path(__file__).parent.parent
 
 # Files that take longest, of which none is to be left to run alone at the end.
 LONG_FILES = (
+    "integration/test_matrix.py",
+    "unit/run/test_mutations.py",
+    "unit/run/test_matrix.py",
     "integration/test_elastic_runs.py",
     "integration/test_checkpoint.py",
     "integration/test_megatron_lm.py",
@@ -46,6 +50,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         paths = [path for path in others if path.relative_to(tests).parts[0] in group]
         place |= {path: (1, (number + 0.5) / len(paths)) for number, path in enumerate(paths)}
     items.sort(key=lambda item: place.get(item.path, (2, 0.0)))
+
+
+class ByWhatIsShared(LoadFileScheduling):
+    """A process runs a whole file, as its tests share what takes long to make; of the longest file
+    a phase."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path, _, test = nodeid.partition("::")
+        if path != f"tests/{LONG_FILES[0]}":
+            return path
+        return path + test.partition("[")[2].partition(",")[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByWhatIsShared | None:
+    return ByWhatIsShared(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
