@@ -4,8 +4,9 @@ memory and apart from all of training's."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 from pydantic import ValidationError
@@ -59,9 +60,8 @@ class Exchange:
         return bool(self._wires)
 
     def connect(self, network: Network, store: ControlStore, limit_s: float) -> None:
-        """Meets each peer, which meets this worker. All meet their peers in the order of the pairs,
-        so that no two wait for each other."""
-        for pair in sorted(tuple(sorted((self._worker, peer))) for peer in self._peers):
+        """Meets each peer, which meets this worker."""
+        for pair in in_order(tuple(sorted((self._worker, peer))) for peer in self._peers):
             (peer,) = set(pair) - {self._worker}
             prefix = PrefixStore(f"{self._keys}/{pair[0]}-{pair[1]}", store)
             rank, who = pair.index(self._worker), f"worker {peer} to exchange snapshots with"
@@ -116,6 +116,12 @@ class Exchange:
         for wire in [*self._wires.values()]:
             wire.close()
         self._backends.clear()
+
+
+def in_order(pairs: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The order in which workers meet: the same for all, so that no two wait for each other, and as
+    good as random, so that few wait for one that waits for one that waits."""
+    return sorted(pairs, key=lambda pair: (crc32(repr(pair).encode()), pair))
 
 
 def _messages(header: torch.Tensor, snapshot: Snapshot) -> Iterator[tuple[int, torch.Tensor]]:

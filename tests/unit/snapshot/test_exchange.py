@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout, RankMap
+from liver_hpc.layout.snapshots import partners
 from liver_hpc.snapshot import exchange as exchange_module
-from liver_hpc.snapshot.exchange import Exchange
+from liver_hpc.snapshot.exchange import Exchange, in_order
 from liver_hpc.snapshot.memory import Snapshot
 from liver_hpc.world.device import Device, Network
 from tests.unit.layout.models import TIED
@@ -128,6 +130,17 @@ def test_who_waits_for_a_partner_that_closes_is_freed_and_says_for_whom(
     assert SystemClock().now_s() - began < LIMIT_S / 2
     assert "worker 5" in errors[4]
     assert "worker 5" in errors[6]
+
+
+def test_thousands_meet_in_few_rounds() -> None:
+    """Each worker meets its peers one after the other, and each peer may have others before."""
+    rank_map = RankMap(Layout(1, 1, 4096), tuple(range(4096)), tuple(n // 8 for n in range(4096)))
+    pairs = {tuple(sorted((worker, its))) for worker, its in enumerate(partners(rank_map))}
+    rounds = defaultdict[int, int](int)
+    for pair in in_order(pairs):
+        mine = 1 + max(rounds[worker] for worker in pair)
+        rounds |= dict.fromkeys(pair, mine)
+    assert max(rounds.values()) <= 16
 
 
 def test_a_closed_exchange_connects_no_more() -> None:
