@@ -45,7 +45,7 @@ MUTATIONS = (
     Mutation(
         "run/machine.py",
         "        if self._state is not ENDED:\n            self.handoffs.tick()",
-        "        self.handoffs.tick()",
+        "        self.handoffs.tick()\n        if self._state is not ENDED:",
         "a handoff's deadline passes after the end of the run",
     ),
     Mutation(

@@ -82,6 +82,7 @@ class Play:
         self.journal_error = ""
         self.launches_fail = self.rogue = False
         self._slow_journal = False
+        self._disk_fills = True
         self._held: deque[a.Action] = deque()
         self._pool: deque[PoolEvent] = deque()
         self._down: dict[int, deque[m.ToWorker]] = {}
@@ -302,7 +303,7 @@ class Play:
         parts = self._saved.setdefault((saved.generation, saved.step), set())
         parts.add(saved.worker)
         if parts == {*world.rank_map.workers}:
-            if self.choices.now_and_then(4):
+            if self._disk_fills and self.choices.now_and_then(4):
                 full = f"checkpoint of step {saved.step} given up: full"
                 self.feed(e.CheckpointFailed(saved.step, full))
             else:
@@ -416,7 +417,7 @@ class Play:
 
     def calm(self, until_s: float = 0.0) -> None:
         """Nothing comes from outside any more; time passes until all is done that is to be."""
-        self._slow_journal = self.launches_fail = False
+        self._slow_journal = self.launches_fail = self._disk_fills = False
         self.faults.planned.clear()
         self.perform()
         for worker in self.workers.values():
