@@ -276,7 +276,7 @@ class Lifecycle:
             return
         message, deadline = self._broken_off
         world = self.handoffs.committed_world or self.world
-        if world is None or message.generation != world.generation:
+        if world is None or message.worker not in world.rank_map.workers:
             return
         reason = f"{message.reason}, and no peer has ended within {deadline.limit_s:g} s"
         if self.handoffs.attempt is None:

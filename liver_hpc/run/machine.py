@@ -276,7 +276,9 @@ class Run(Lifecycle):
                 limit_s = self._limits.heartbeat_s
                 known = Deadline.after(self._clock.present, limit_s, "the end of a peer")
                 self._broken_off = message, known
-        elif message.generation == self.world.generation:
+        elif (
+            message.worker in self.world.rank_map.workers
+        ):  # of an older world, too: it trains none
             self._lost_world(reason)
 
     def _snapshot_failed(self, told: m.Unprotected) -> None:
