@@ -60,7 +60,7 @@ class Driver:
         connections = ConnectionServer(Inbox(), StoreService(SystemClock()), control_s=10.0)
         self.server = ControlServer(CONTROL_ADDRESS, secret, connections.handle)
         host, port = self.server.address
-        epoch = claim_epoch(run_directory)
+        epoch = claim_epoch(run_directory).number
         here = {"host": host, "port": port, "pid": os.getpid(), "epoch": epoch}
         write_private_json(run_directory / COORDINATOR_FILE, here)
 
