@@ -184,8 +184,8 @@ class Coordinator:
         stack.callback(lambda: services.pool.want(0))
         self._performer.address = server.address
         host, port = server.address
-        here = {"host": host, "port": port, "pid": os.getpid(), "hostname": socket.gethostname()}
-        here |= {"epoch": self._epoch.number}
+        process = {"pid": os.getpid(), "hostname": socket.gethostname()}
+        here = {"host": host, "port": port, **process, "epoch": self._epoch.number}
         write_private_json(self._epoch.run_directory / COORDINATOR_FILE, here)
         services.rendezvous.start(lambda identity: self._inbox.ask(Met(identity), control_s))
         if isinstance(self._before, Left):

@@ -276,10 +276,8 @@ class Run(Lifecycle):
                 limit_s = self._limits.heartbeat_s
                 known = Deadline.after(self._clock.present, limit_s, "the end of a peer")
                 self._broken_off = message, known
-        elif (
-            message.worker in self.world.rank_map.workers
-        ):  # of an older world, too: it trains none
-            self._lost_world(reason)
+        elif message.worker in self.world.rank_map.workers:
+            self._lost_world(reason)  # also of an older world: whoever says so trains in none
 
     def _snapshot_failed(self, told: m.Unprotected) -> None:
         """Until another one is complete, more steps can be lost than the run file has it."""
