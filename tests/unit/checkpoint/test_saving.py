@@ -436,5 +436,12 @@ def test_without_being_asked_a_handoff_would_cross_while_one_is_written(
     run: LateRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saving.Saving, "lets_cross", lambda _saving, _generation: True)
+    view = saving.HostCopy.view
+
+    def slow_view(copy: Any, *box: Any) -> torch.Tensor:
+        time.sleep(0.02)  # so that there is always one under way
+        return view(copy, *box)
+
+    monkeypatch.setattr(saving.HostCopy, "view", slow_view)
     with pytest.raises(AssertionError):
         test_a_handoff_comes_between_checkpoints(run)
