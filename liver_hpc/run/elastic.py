@@ -335,14 +335,17 @@ class ElasticPolicy:
             )
         return why
 
-    def look_after_nodes(self) -> None:
-        """Has kept joiners leave nodes that have to be left, gives back those on which nothing runs
-        any more, and says how many are wanted."""
-        now_s = self._clock.now_s()
+    def let_spares_go(self) -> None:
+        """Has kept joiners, and standbys that boot, leave nodes that have to be left."""
         doomed, leave = self.nodes.doomed(), "its node has to be left"
         there = self._agents.workers_on(doomed, self._agents.spare(clearing=True))
         self._agents.let_go(there, leave)
         self._agents.dismiss(STANDBY, leave, doomed)
+
+    def look_after_nodes(self) -> None:
+        """Gives back nodes that have to be left, or are not needed, once nothing runs on them, and
+        says how many are wanted."""
+        now_s = self._clock.now_s()
         busy = bool(self.queue.waiting) or not self.handoffs.idle
         self.nodes.note_idle(now_s)
         for held in self.nodes.values():

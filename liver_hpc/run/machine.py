@@ -73,6 +73,10 @@ class Run(Lifecycle):
             return
         if self._state is STARTING and self._may_launch and not self._launched:
             self._launch_first()
+        comes = isinstance(event, m.Hello | e.AgentMet | e.AgentListens)
+        has_nodes = self._may_launch and not (comes and self._state is STARTING)
+        if has_nodes:  # before it is decided whether to wait for who goes
+            self.elastic.let_spares_go()
         if self._state is TRAINING and not self._journal_error:
             assert self.world is not None
             step = self.recorder.steps_done
@@ -82,8 +86,7 @@ class Run(Lifecycle):
                 self._stop(to_disk.reason, checkpoint=True, then=Ending.RESTART)
             elif self.handoffs.idle and not catching_up:
                 self.standbys.look_after(self.world.rank_map.layout)
-        comes = isinstance(event, m.Hello | e.AgentMet | e.AgentListens)
-        if self._may_launch and not (comes and self._state is STARTING):
+        if has_nodes:
             self.elastic.look_after_nodes()
 
     # ---- the start
