@@ -34,7 +34,7 @@ SPEC_FILE = "spec.json"
 DERIVE_MODULE = "liver_hpc.worker.derive"
 CANNOT_DERIVE = "the spec of its model cannot be derived"
 _VERSIONS = ("liver-hpc", "torch", "megatron-core")
-_WORKERS_LIBRARY = re.compile(r"No module named '(torch|megatron|einops)\b")
+_WORKERS_LIBRARY = re.compile(r"No module named '(torch|megatron|einops|xxhash)\b")
 
 
 Derive = Callable[[RunConfig], ModelSpec]

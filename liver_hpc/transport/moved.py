@@ -14,13 +14,11 @@ import torch
 from liver_hpc.errors import TransferError
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.transport.buckets import Piece
+from liver_hpc.transport.checksum import BITS, piece_checksum
 from liver_hpc.transport.digest import MODULUS, add_digest
 
 Ends = Literal["sent", "received"]
 Work = Literal["wire", "pack", "unpack", "copy", "digest"]
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by their size in bytes: of floating-point numbers equal ones may differ, NaN does."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +56,11 @@ class TransferStats:
 class Moved:
     """What one worker's stream has moved.
 
-    sent, received: digests in [0, MODULUS) by (peer worker, kind). `sent` was read from the source
-    world, `received` from the target world, so that worker a's `sent[b, kind]` equals worker b's
-    `received[a, kind]` where nothing went wrong between the two: from when the source was read
-    (before it was packed; where it goes as it lies, when it was sent) until the target was written.
+    sent, received: digests in [0, MODULUS) by (peer worker, kind): sums of `piece_checksum`, on a
+    late device of `box_digest`. `sent` was read from the source world, `received` from the target
+    world, so that worker a's `sent[b, kind]` equals worker b's `received[a, kind]` where nothing
+    went wrong between the two: from when the source was read (before it was packed; where it goes
+    as it lies, when it was sent) until the target was written.
     Empty where no digests were wanted. Copies within the worker were compared instead.
     """
 
@@ -71,11 +70,16 @@ class Moved:
 
 
 class Tally:
-    """Adds up what becomes a `Moved`. Never waits for the device."""
+    """Adds up what becomes a `Moved`. Never waits for the device.
 
-    def __init__(self, model: ModelSpec, *, digest: bool) -> None:
+    late: whether what a call has launched may still have to be done when it has returned.
+    """
+
+    def __init__(self, model: ModelSpec, *, digest: bool, late: bool) -> None:
         self._model = model
         self._digest = digest
+        self._late = late
+        self._checksums: Counter[tuple[Ends, int, str]] = Counter()
         self._sums: dict[tuple[Ends, int, str], torch.Tensor] = {}
         self._settled = torch.zeros(0, dtype=torch.int64)
         self._differences: dict[str, torch.Tensor] = {}
@@ -103,6 +107,9 @@ class Tally:
             return
         with self.timed("digest"):
             for piece, view in zip(pieces, views, strict=True):
+                if not self._late:
+                    self._checksums[end, peer, piece.kind] += piece_checksum(piece, view)
+                    continue
                 total = self._sums.get((end, peer, piece.kind))
                 if total is None:
                     total = torch.zeros((), dtype=torch.int64, device=view.device)
@@ -117,7 +124,7 @@ class Tally:
         if not self._digest:
             return
         with self.timed("digest"):
-            bits = _BITS[source.element_size()]
+            bits = BITS[source.element_size()]
             lowest, highest = torch.aminmax(source.detach().view(bits) ^ target.view(bits))
             difference = (lowest | highest).to(torch.int64)
             if kind in self._differences:
@@ -136,6 +143,7 @@ class Tally:
         not what it was made of."""
         settled = iter(self._settled.tolist())
         sums = {crossed: next(settled) % MODULUS for crossed in self._sums}
+        sums |= {crossed: total % MODULUS for crossed, total in self._checksums.items()}
         if wrong := [kind for kind in self._differences if next(settled)]:
             raise TransferError(f"copies of {wrong} within the worker differ from their sources")
         sent, received = (

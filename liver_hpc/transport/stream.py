@@ -136,7 +136,7 @@ class Transport:
                 why = "closed" if self._closed else "broken by an earlier error"
                 raise TransferError(f"worker {worker}: the transport is {why}")
             slots = staging.view(self.num_slots, self.slot_bytes).unbind()
-            tally = Tally(self._model, digest=digest)
+            tally = Tally(self._model, digest=digest, late=self._wire.late)
             stream = _Stream(
                 self._wire, prepared, slots, source, target, self._tags, tally, self._direct
             )

@@ -51,11 +51,12 @@ class Wire(ABC):
     """Takes messages from one worker to another. Messages of a pair and direction keep order.
 
     device: where the messages' memory lies. grouped: True where the messages of a step run and
-    complete as one, so that few large steps beat many small ones.
+    complete as one, so that few large steps beat many small ones. late: as a lane has it.
     """
 
     device: torch.device
     grouped: bool = False
+    late: bool = False
 
     @abstractmethod
     def launch(self, parcels: Sequence[Parcel]) -> Sequence[Pending]:
@@ -216,7 +217,7 @@ class NcclWire(GlooWire):
     them, and two workers that both begin with a send would wait for each other for ever.
     """
 
-    grouped = True
+    grouped = late = True
 
     def __init__(
         self, backend: Any, ranks: Mapping[int, int], device: torch.device, lane: Lane

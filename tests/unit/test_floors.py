@@ -56,6 +56,7 @@ ONLY_IN = {
     ),
     "megatron": ("recipes", "world"),
     "mpi4py": ("rendezvous",),
+    "xxhash": ("transport.checksum",),
     "h5py": ("report",),
     "matplotlib": ("report.drawings", "report.page"),
     "submitit": ("cli", "cluster"),

@@ -46,7 +46,8 @@ class _End:
 class MemoryExchange:
     """Where the transports of one handoff meet; one object a handoff, shared by all threads.
 
-    grouped: pack messages into few large steps, as for a backend that runs a step as one.
+    grouped: pack messages into few large steps, as for a backend that runs a step as one, and take
+    the device for a late one.
     """
 
     def __init__(self, *, grouped: bool = False) -> None:
@@ -127,7 +128,7 @@ class _MemoryWire(Wire):
     device = torch.device("cpu")
 
     def __init__(self, exchange: MemoryExchange, worker: int) -> None:
-        self.grouped = exchange.grouped
+        self.grouped = self.late = exchange.grouped
         self._exchange = exchange
         self._worker = worker
 
