@@ -6,14 +6,13 @@ the state does (`digest.py`): where the host reads the memory, XXH3 takes a part
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import torch
 import xxhash
 
 from liver_hpc.transport.buckets import Piece
-
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by their size in bytes: of floating-point numbers equal ones may differ, NaN does."""
 
 _PART_BYTES = 1 << 18
 """What does not lie in one run is copied first, in parts that stay in the cache."""
@@ -27,10 +26,19 @@ def piece_checksum(piece: Piece, view: torch.Tensor) -> int:
     """
     place = f"{piece.kind} {piece.tensor_index} {piece.box}".encode()
     checksum = xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(place))
-    content = view.detach().view(BITS[view.element_size()]).numpy()
-    rows = max(1, len(content))
+    content = _as_array(view)
+    rows = len(content)
     if not content.flags.c_contiguous:
         rows = max(1, _PART_BYTES * rows // content.nbytes)
     for top in range(0, len(content), rows):
         checksum.update(np.ascontiguousarray(content[top : top + rows]).data)
     return checksum.intdigest()
+
+
+def _as_array(view: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.void]]:
+    """The memory of [rows, cols] that are not empty. torch's own `numpy` would tie the storage to
+    the array, so that it could not be freed by `resize_` any more."""
+    size, strides = view.element_size(), view.stride()
+    last = sum((n - 1) * stride for n, stride in zip(view.shape, strides, strict=True))
+    memory = memoryview((ctypes.c_char * ((last + 1) * size)).from_address(view.data_ptr()))
+    return np.ndarray(view.shape, f"V{size}", memory, strides=[size * each for each in strides])

@@ -14,11 +14,15 @@ import torch
 from liver_hpc.errors import TransferError
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.transport.buckets import Piece
-from liver_hpc.transport.checksum import BITS, piece_checksum
+from liver_hpc.transport.checksum import piece_checksum
 from liver_hpc.transport.digest import MODULUS, add_digest
 
 Ends = Literal["sent", "received"]
 Work = Literal["wire", "pack", "unpack", "copy", "digest"]
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their size in bytes: of floating-point numbers equal ones may differ, NaN does."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ class Tally:
         if not self._digest:
             return
         with self.timed("digest"):
-            bits = BITS[source.element_size()]
+            bits = _BITS[source.element_size()]
             lowest, highest = torch.aminmax(source.detach().view(bits) ^ target.view(bits))
             difference = (lowest | highest).to(torch.int64)
             if kind in self._differences:

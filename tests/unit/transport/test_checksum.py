@@ -61,7 +61,8 @@ def test_equal_bytes_of_another_place_have_another_one() -> None:
     assert len({piece_checksum(each, view) for each in pieces}) == len(pieces)
 
 
-def test_what_requires_a_gradient_has_one() -> None:
+def test_a_parameter_has_one_and_its_memory_can_still_be_freed() -> None:
     view = content(torch.float32)
     trained = torch.nn.Parameter(view.clone())
     assert piece_checksum(piece(), trained) == piece_checksum(piece(), view)
+    trained.untyped_storage().resize_(0)
