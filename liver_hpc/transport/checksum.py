@@ -1,7 +1,8 @@
-"""The checksum of a piece at one of its ends, to be compared with that of its other end.
+"""What was moved is the same at both ends, where the host reads the memory: by checksum for a piece
+that has crossed, byte by byte for a copy.
 
 Both ends see the same box, so this need not add up over boxes of whatever shape, as the digest of
-the state does (`digest.py`): where the host reads the memory, XXH3 takes a part of its time.
+the state does (`digest.py`): XXH3 takes a part of its time.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import torch
 import xxhash
 
 from liver_hpc.transport.buckets import Piece
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 _PART_BYTES = 1 << 18
 """What does not lie in one run is copied first, in parts that stay in the cache."""
@@ -33,6 +37,15 @@ def piece_checksum(piece: Piece, view: torch.Tensor) -> int:
     for top in range(0, len(content), rows):
         checksum.update(np.ascontiguousarray(content[top : top + rows]).data)
     return checksum.intdigest()
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two of the same shape and dtype, [rows, cols] in host memory and of any strides, have
+    the same bits: of numbers equal ones may differ, NaN does."""
+    if one.is_contiguous() and other.is_contiguous():
+        return not _memcmp(one.data_ptr(), other.data_ptr(), one.nbytes)
+    a, b = (np.ascontiguousarray(_as_array(each)) for each in (one, other))
+    return not _memcmp(a.ctypes.data, b.ctypes.data, a.nbytes)
 
 
 def _as_array(view: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.void]]:

@@ -14,7 +14,7 @@ import torch
 from liver_hpc.errors import TransferError
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.transport.buckets import Piece
-from liver_hpc.transport.checksum import piece_checksum
+from liver_hpc.transport.checksum import piece_checksum, same_bits
 from liver_hpc.transport.digest import MODULUS, add_digest
 
 Ends = Literal["sent", "received"]
@@ -84,6 +84,7 @@ class Tally:
         self._digest = digest
         self._late = late
         self._checksums: Counter[tuple[Ends, int, str]] = Counter()
+        self._wrong: set[str] = set()
         self._sums: dict[tuple[Ends, int, str], torch.Tensor] = {}
         self._settled = torch.zeros(0, dtype=torch.int64)
         self._differences: dict[str, torch.Tensor] = {}
@@ -128,6 +129,10 @@ class Tally:
         if not self._digest:
             return
         with self.timed("digest"):
+            if not self._late:
+                if not same_bits(source, target):
+                    self._wrong.add(kind)
+                return
             bits = _BITS[source.element_size()]
             lowest, highest = torch.aminmax(source.detach().view(bits) ^ target.view(bits))
             difference = (lowest | highest).to(torch.int64)
@@ -148,8 +153,11 @@ class Tally:
         settled = iter(self._settled.tolist())
         sums = {crossed: next(settled) % MODULUS for crossed in self._sums}
         sums |= {crossed: total % MODULUS for crossed, total in self._checksums.items()}
-        if wrong := [kind for kind in self._differences if next(settled)]:
-            raise TransferError(f"copies of {wrong} within the worker differ from their sources")
+        wrong = self._wrong | {kind for kind in self._differences if next(settled)}
+        if wrong:
+            raise TransferError(
+                f"copies of {sorted(wrong)} within the worker differ from their sources"
+            )
         sent, received = (
             {(peer, kind): value for (of, peer, kind), value in sums.items() if of == end}
             for end in ("sent", "received")

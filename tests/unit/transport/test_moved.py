@@ -175,6 +175,7 @@ def test_nothing_disagrees_where_nothing_flips() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("_device")
 @pytest.mark.parametrize("bit", [1, 128])
 @pytest.mark.parametrize("end", ["source", "target"])
 def test_a_bit_that_flips_in_a_copy_within_a_worker_is_found(
@@ -193,12 +194,13 @@ def test_a_bit_that_flips_in_a_copy_within_a_worker_is_found(
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])
-def test_copies_are_compared_by_their_bits(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_copies_are_compared_by_their_bits(dtype: torch.dtype, late: bool) -> None:
     """NaN differs from itself as a number, 0.0 and -0.0 do not."""
     ones = torch.full((3, 8), 255, dtype=torch.uint8).view(dtype)
     zeros, negative = torch.zeros(3, 8, dtype=dtype), torch.zeros(3, 8, dtype=dtype)
     negative.view(torch.uint8)[1, -1] = 128
-    tally = Tally(MODEL, digest=True, late=False)
+    tally = Tally(MODEL, digest=True, late=late)
     tally.compare(PARAMETER, ones, ones.clone())
     tally.compare(PARAMETER, negative[:, 1:], negative.clone()[:, 1:])
     tally.settle()
