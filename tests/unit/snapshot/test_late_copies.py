@@ -3,6 +3,8 @@ each wait."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from liver_hpc.clock import SystemClock
 from liver_hpc.snapshot import keeping
 from liver_hpc.snapshot.keeping import Flag, Snapshots
+from liver_hpc.snapshot.memory import Snapshot
 from tests.late_device import LateDevice, Machines
 from tests.late_worlds import LateRun, LateWorld, late_worlds
 from tests.unit.snapshot.rig import ALONE, LIMIT_S, PAIR, Keeper, in_pair, played_exchanges
@@ -85,11 +88,22 @@ def test_a_missing_wait_shows(wait: str, without: Any) -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_world_is_let_go_once_nothing_reads_it(waits: bool, without: Any) -> None:
+def test_a_world_is_let_go_once_nothing_reads_it(
+    waits: bool, without: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not waits:
         without(keeping._Taking, "close", "self.taken.wait(_ENDS_S)", "pass")
+    take, begun = Snapshot.take, threading.Event()
+
+    def slow_take(snapshot: Snapshot, *what: Any) -> None:
+        begun.set()
+        time.sleep(0.2)
+        take(snapshot, *what)
+
+    monkeypatch.setattr(Snapshot, "take", slow_take)
     one = in_pair(LateKeeper(0))
     one.snapshots.begin(one.world, 0)
+    assert begun.wait(LIMIT_S)
     taking = one.snapshots._taking
     assert taking is not None
     wanted, (own, _) = share_of(one.world.state), taking.pending
