@@ -42,6 +42,7 @@ def piece_checksum(piece: Piece, view: torch.Tensor) -> int:
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two of the same shape and dtype, [rows, cols] in host memory and of any strides, have
     the same bits: of numbers equal ones may differ, NaN does."""
+    assert {one.device.type, other.device.type} == {"cpu"}, f"{one.device}, {other.device}"
     if one.is_contiguous() and other.is_contiguous():
         return not _memcmp(one.data_ptr(), other.data_ptr(), one.nbytes)
     a, b = (np.ascontiguousarray(_as_array(each)) for each in (one, other))
@@ -51,6 +52,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _as_array(view: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.void]]:
     """The memory of [rows, cols] that are not empty. torch's own `numpy` would tie the storage to
     the array, so that it could not be freed by `resize_` any more."""
+    assert view.is_cpu, f"on {view.device}"
     size, strides = view.element_size(), view.stride()
     last = sum((n - 1) * stride for n, stride in zip(view.shape, strides, strict=True))
     memory = memoryview((ctypes.c_char * ((last + 1) * size)).from_address(view.data_ptr()))

@@ -20,7 +20,6 @@ from liver_hpc.transport.digest import MODULUS, add_digest
 Ends = Literal["sent", "received"]
 Work = Literal["wire", "pack", "unpack", "copy", "digest"]
 
-
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their size in bytes: of floating-point numbers equal ones may differ, NaN does."""
 
