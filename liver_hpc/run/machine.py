@@ -75,7 +75,7 @@ class Run(Lifecycle):
             self._launch_first()
         comes = isinstance(event, m.Hello | e.AgentMet | e.AgentListens)
         has_nodes = self._may_launch and not (comes and self._state is STARTING)
-        if has_nodes:  # before it is decided whether to wait for who goes
+        if has_nodes:  # first, as what is decided next may be to wait for who goes
             self.elastic.let_spares_go()
         if self._state is TRAINING and not self._journal_error:
             assert self.world is not None

@@ -51,7 +51,8 @@ class Wire(ABC):
     """Takes messages from one worker to another. Messages of a pair and direction keep order.
 
     device: where the messages' memory lies. grouped: True where the messages of a step run and
-    complete as one, so that few large steps beat many small ones. late: as a lane has it.
+    complete as one, so that few large steps beat many small ones. late: whether what a call has
+    launched may still have to be done when it has returned.
     """
 
     device: torch.device
