@@ -35,9 +35,6 @@ _DEFAULTS = {
     "MKL_NUM_THREADS": "1",
     # Threads that come and go with every handoff would each leave a heap of their own behind.
     "MALLOC_ARENA_MAX": "1",
-    # torch asks for huge pages for its tensors: those of a target world come to be in half the time
-    # beside training.
-    "THP_MEM_ALLOC_ENABLE": "1",
 }
 
 log = logging.getLogger(__name__)
