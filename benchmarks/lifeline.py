@@ -6,13 +6,12 @@ For processes that somebody else starts: launchers of peers, multiprocessing. Li
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
 from collections.abc import Callable
 
-from liver_hpc.host.child import EXIT_ORPHANED, PR_SET_PDEATHSIG
+from liver_hpc.host.child import end_with_parent
 from liver_hpc.host.process import quiet_thread
 
 
@@ -20,15 +19,10 @@ def die_with_parent(parent: int, signum: signal.Signals) -> None:
     """Has the kernel send `signum` to this process once the thread that started it has ended.
 
     `parent` is the process id that the parent had when it started this process; if it is no
-    longer the parent, this process exits at once with EXIT_ORPHANED. Unblocks `signum`.
+    longer the parent, this process exits at once. Unblocks `signum`.
     """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signum})
-    libc = ctypes.CDLL(None, use_errno=True)
-    arguments = (PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
-    if libc.prctl(*map(ctypes.c_ulong, arguments)) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:
-        os._exit(EXIT_ORPHANED)
+    end_with_parent(parent, signum)
 
 
 def on_parent_exit(act: Callable[[], None]) -> None:

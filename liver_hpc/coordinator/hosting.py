@@ -7,7 +7,6 @@ Python runs signal handlers in the main thread. Here it does nothing but wait, a
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import logging
 import os
@@ -24,7 +23,7 @@ from liver_hpc.clock import SystemClock
 from liver_hpc.cluster.slurm.commands import SlurmCommands, SlurmError
 from liver_hpc.config.schema import SlurmSection
 from liver_hpc.coordinator.connections import Control
-from liver_hpc.host.child import PR_SET_PDEATHSIG
+from liver_hpc.host.child import end_with_parent
 from liver_hpc.host.process import quiet_thread
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.epoch import Superseded
@@ -174,10 +173,9 @@ def _coordinate(
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, lambda number, _: os.kill(parent, number))
         signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a handler may have started this one
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        end_with_parent(parent)
         not_ours.close()
-        if os.getppid() == parent:
-            code = _run(run_directory, line)
+        code = _run(run_directory, line)
     except BaseException:
         log.exception("the coordinator failed")
     finally:

@@ -8,6 +8,7 @@ tree is found (`marks`).
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import logging
 import os
@@ -32,7 +33,7 @@ from liver_hpc.host.process import clean_environment, quiet_thread
 EXIT_ORPHANED = 86
 """Exit code of a process that found its parent already gone when it started."""
 
-PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1
 
 _START_S = 30.0
 _KILL_S = 5.0
@@ -49,7 +50,7 @@ for one in filter(None, ignored.split(",")):
     signal.signal(int(one), signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_SETMASK, ())
 if number:
-    ctypes.CDLL(None).prctl(*map(ctypes.c_ulong, ({PR_SET_PDEATHSIG}, number, 0, 0, 0)))
+    ctypes.CDLL(None).prctl(*map(ctypes.c_ulong, ({_PR_SET_PDEATHSIG}, number, 0, 0, 0)))
     if os.getppid() != parent:
         sys.exit({EXIT_ORPHANED})
 try:
@@ -57,6 +58,17 @@ try:
 except OSError as error:
     sys.exit(f"{{command[0]}}: {{error.strerror}}")
 """
+
+
+def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Has the kernel send this process a signal once the thread that started it has ended; ends it
+    now where its parent, which had that process id, has ended already. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(*map(ctypes.c_ulong, (_PR_SET_PDEATHSIG, number, 0, 0, 0))) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        os._exit(EXIT_ORPHANED)
+
 
 _log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from liver_hpc.host.child import EXIT_ORPHANED, PR_SET_PDEATHSIG
+from liver_hpc.host.child import end_with_parent
 
 READY = "ready"
 MAX_ORDER_BYTES = 64 * 1024
@@ -144,9 +144,7 @@ def _child(
         os.read(may_go, 1)
         os.close(may_go)
         # Not earlier: the end of the process between would have been the parent's.
-        ctypes.CDLL(None).prctl(*map(ctypes.c_ulong, (PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)))
-        if os.getppid() != parent:
-            os._exit(EXIT_ORPHANED)
+        end_with_parent(parent)
         _become(order, descriptors)
         main(list(order.arguments))
         code = 0

@@ -55,7 +55,13 @@ from liver_hpc.host.warm import WarmProcess
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.node.health import Unhealthy, check_health
 from liver_hpc.node.launch import EXIT_FAILED, Around, Launch
-from liver_hpc.node.workers import WARNINGS, BootError, WorkerPlan, workers_environment
+from liver_hpc.node.workers import (
+    WARNINGS,
+    WORKER_WORDS,
+    BootError,
+    WorkerPlan,
+    workers_environment,
+)
 from liver_hpc.protocol import messages as m
 from liver_hpc.rendezvous.base import Answer
 from liver_hpc.rendezvous.channel import ITSELF
@@ -284,7 +290,7 @@ class Agent:
         words = [sys.executable, "-P", "-m", _WARM_MODULE]
         command = Command(
             "the warm process",
-            [*words, "--run-directory", str(first.run_directory)],
+            [*words, *first.command[WORKER_WORDS:]],
             environment=workers_environment(),
             ignored=WARNINGS if first.sheltered else (),
         )

@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     try:
         line = WorkersEnd(socket.socket(fileno=int(os.environ["LIVER_AGENT_FD"])))
         try:
-            worker = _boot(options.run_directory, Layout.parse(options.layout))
+            worker = boot(options.run_directory, Layout.parse(options.layout))
         except Exception as error:
             why = " ".join(f"{type(error).__name__}: {error}".split())
             line.send_bytes(why[:_MOST_SAID].encode())
@@ -69,7 +69,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         os._exit(EXIT_FAILED)
 
 
-def _boot(run_directory: Path, layout: Layout) -> Worker:
+def boot(run_directory: Path, layout: Layout) -> Worker:
+    """A worker, as far as it comes alone. Chooses cores, network and device of this process."""
     place = int(os.environ.get(PLACE_VARIABLE, "0"))
     take_core(place)
     _choose_network(run_directory)

@@ -3,24 +3,30 @@
 The node's agent starts it. It imports what a worker imports, once for all workers of the node, and
 serves the agent (`host/forking.py`) until that ends. It opens no device: CUDA does not survive a
 fork. So whether there is any, and whether what was imported has left it alone, is found out in
-children that are thrown away.
+children that are thrown away. On a CPU such a child boots as a worker does and rehearses: what that
+has imported is imported here, too, and no worker that is forked needs to rehearse for it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import json
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 from liver_hpc.config.load import load_run
 from liver_hpc.errors import LiverError
+from liver_hpc.host.child import end_with_parent
 from liver_hpc.host.forking import serve
 from liver_hpc.host.process import collector_paused
+from liver_hpc.layout.coordinates import Layout
 from liver_hpc.recipes.base import load_recipe, put_first_on_path
 from liver_hpc.worker import main as worker
 
@@ -40,11 +46,12 @@ def main() -> NoReturn:
     """Imports, and forks until the agent has gone; says so where it cannot."""
     parser = argparse.ArgumentParser(prog="liver_hpc.worker.warm", description=__doc__)
     parser.add_argument("--run-directory", type=Path, required=True)
+    parser.add_argument("--layout", required=True, help="layout to rehearse, as tp2 pp1 dp2")
     parser.add_argument("line", type=int, help="a descriptor: the line to the agent")
     options = parser.parse_args()
     line = socket.socket(fileno=options.line)
     try:
-        _import(options.run_directory)
+        _import(options.run_directory, Layout.parse(options.layout))
     except Exception as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())
         line.send(why[:_MOST_SAID].encode())
@@ -52,7 +59,7 @@ def main() -> NoReturn:
     serve(line, _work)
 
 
-def _import(run_directory: Path) -> None:
+def _import(run_directory: Path, layout: Layout) -> None:
     config = load_run(run_directory / "run.yaml")
     put_first_on_path(config)
     worker.quieten()
@@ -71,14 +78,43 @@ def _import(run_directory: Path) -> None:
             importlib.import_module(module)
         if has_cuda and not _in_a_child(_opens_cuda):
             raise LiverError("what was imported has used CUDA: a forked process cannot open it")
+        handoff = config.handoff
+        if not has_cuda and handoff.warm_up and not handoff.warm_up_again:
+            _import_as_rehearsed(run_directory, layout)
+
+
+def _import_as_rehearsed(run_directory: Path, layout: Layout) -> None:
+    """Imports what a worker's boot does. Where that fails it does so in each worker, too, which can
+    say why."""
+    from liver_hpc.world import rehearsed
+
+    with os.fdopen(os.memfd_create("imported"), "r+") as told:
+
+        def boot() -> bool:
+            before = {*sys.modules}
+            worker.boot(run_directory, layout)
+            json.dump([name for name in sys.modules if name not in before], told)
+            told.flush()
+            return True
+
+        if not _in_a_child(boot):
+            print("a child has not booted: each worker rehearses for itself", file=sys.stderr)
+            return
+        told.seek(0)
+        for name in json.load(told):
+            # Some are no modules of their own, but put there by others.
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+    rehearsed.remember_imports()
 
 
 def _in_a_child(ask: Callable[[], bool]) -> bool:
     """What a child finds that is thrown away; no where it fails, or takes too long."""
-    child = os.fork()
+    parent, child = os.getpid(), os.fork()
     if child == 0:
         found = False
         try:
+            end_with_parent(parent)
             signal.alarm(_CHILD_S)
             found = ask()
         finally:

@@ -2,7 +2,8 @@
 nothing is left to be compiled, chosen or cached for it. Processes that are forked know it, too.
 
 On a CPU nothing is made for shapes, as torch.compile is the identity there (`cpu_shim.py`): one
-rehearsal is enough for a process, of whatever seat.
+rehearsal is enough for a process, of whatever seat, and what it has imported is enough for those
+that are forked from it (`worker/warm.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from liver_hpc.layout.coordinates import Coordinate, Layout
 
 _rehearsed: set[Shapes] = set()
+_all_imported = False
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,15 @@ def remember(shapes: Shapes) -> None:
     _rehearsed.add(shapes)
 
 
+def remember_imports() -> None:
+    """All has been imported here that a rehearsal imports."""
+    global _all_imported
+    _all_imported = True
+
+
 def all_known(device: torch.device) -> bool:
     """Whether the process has nothing to learn from the rehearsal of any seat."""
-    return device.type == "cpu" and bool(_rehearsed)
+    return device.type == "cpu" and (_all_imported or bool(_rehearsed))
 
 
 def known(shapes: Shapes, device: torch.device) -> bool:

@@ -10,6 +10,7 @@ import pytest
 from liver_hpc.cli.client import request
 from liver_hpc.protocol.messages import ReplaceRequest, ResizeRequest
 from liver_hpc.run.directory import RunDirectory
+from tests.integration.noting_rehearsals import REHEARSALS, STEPS
 from tests.integration.runs import (
     ENDLESS,
     finish,
@@ -23,6 +24,7 @@ from tests.integration.runs import (
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("unhurried_steps")]
 
+NOTING = "tests.integration.noting_rehearsals:NotingGPT"
 EXECUTED = "no warm process, workers are executed: "
 
 
@@ -34,10 +36,15 @@ def agent_logs(run: RunDirectory) -> list[str]:
     return [path.read_text() for path in sorted(run.path.glob("logs/agent-*.log"))]
 
 
-def test_one_agent_imports_once_and_forks_all_workers_and_executes_when_it_cannot(
+def notes(run: RunDirectory, what: str) -> dict[int, str]:
+    """By process: whether what a loss imports had been imported before its first one."""
+    return {int(path.name): path.read_text() for path in (run.path / what).iterdir()}
+
+
+def test_one_agent_rehearses_once_and_forks_all_workers_and_executes_when_it_cannot(
     tmp_path: Path,
 ) -> None:
-    run = start(run_config(tmp_path, ENDLESS))
+    run = start(run_config(tmp_path, ENDLESS, recipe=NOTING))
     watch(run, lambda status: status.step >= 1, 60.0)
     request(run, ResizeRequest(workers=4))
     watch(run, lambda status: status.handoffs_done == 1, 60.0)
@@ -47,11 +54,18 @@ def test_one_agent_imports_once_and_forks_all_workers_and_executes_when_it_canno
     assert len(workers) == 4
     assert {process.ppid() for process in (warm, *workers)} == {agent.pid}
     assert all(worker.create_time() > warm.create_time() for worker in workers)
+    (rehearsed,) = notes(run, REHEARSALS).items()  # in a child that has ended
+    assert rehearsed == (rehearsed[0], "False")
+    steps = notes(run, STEPS)
+    assert steps == {worker.pid: "True" for worker in workers}
+    assert rehearsed[0] not in steps
     warm.kill()
     wait_until(lambda: f"{EXECUTED}it has ended" in agent_logs(run)[0], 20.0, "the agent to know")
     request(run, ReplaceRequest(replace=0))
     watch(run, lambda status: status.handoffs_done == 2, 90.0)
     assert {*workers} & {*running(run, "liver_hpc.worker.main")}  # its end ended no worker
+    (executed,) = {*running(run, "liver_hpc.worker.main")} - {*workers}
+    assert notes(run, REHEARSALS) == dict([rehearsed]) | {executed.pid: "False"}
     records = stop_and_read(run)
     assert [(r.outcome, r.digest_equal) for r in records.reconfigurations] == [
         ("completed", True),
