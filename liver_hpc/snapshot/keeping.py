@@ -63,6 +63,7 @@ class Snapshots:
         self._context = context
         self._wanted = context.config.snapshots.every_steps
         self._every = 1 if self._wanted == "auto" else self._wanted
+        self._said_every = 0
         self._complete: list[Snapshot] = []
         self._taking: _Taking | None = None
         self._failures = _NO_FAILURES
@@ -158,9 +159,10 @@ class Snapshots:
         self._failures = _NO_FAILURES
         if self._wanted == "auto":
             cost, took_steps = self._context.config.snapshots.cost, result.snapshot_steps / members
-            before_steps, self._every = self._every, max(1, math.ceil(took_steps / cost))
-            if self._every != before_steps:
+            self._every = max(1, math.ceil(took_steps / cost))
+            if self._every != self._said_every:
                 log.info("snapshots every %d steps: one takes %.3g", self._every, took_steps)
+            self._said_every = self._every
         before, self._complete = self._complete, taking.pending
         taking.pending = []
         if before and before[0].generation == taking.generation:
