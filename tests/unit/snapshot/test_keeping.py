@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import defaultdict
@@ -65,15 +66,19 @@ def test_without_snapshots_there_are_none() -> None:
     [(0.02, (0.05, 0.05), 3), (0.02, (0.01, 0.05), 2), (0.5, (0.1, 0.1), 1), (0.1, (2.0, 4.0), 30)],
 )
 def test_auto_is_as_often_as_the_measured_cost_allows(
-    cost: float, took_steps: tuple[float, float], every: int
+    cost: float, took_steps: tuple[float, float], every: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By what all workers took in the mean, of the one that was last."""
+    """By what all workers took in the mean, of the one that was last. It is logged once, also
+    where it is every step."""
+    caplog.set_level(logging.INFO)
     one = of_a_pair("auto", cost=cost)
     for _ in range(2):
         train_until_taken(one)
         one.cross()
         one.agree(*(Flag(True, took) for took in took_steps))
     assert one.steps_sent == [0, every]
+    (said,) = [text for text in caplog.messages if text.startswith("snapshots every")]
+    assert said.startswith(f"snapshots every {every} steps: one takes ")
 
 
 def train_until_taken(one: Keeper) -> None:
