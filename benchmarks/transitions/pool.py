@@ -130,7 +130,7 @@ def open_seat(directory: Path, worker: int, kind: str = "benchmarks.transitions.
     of them."""
     from liver_hpc.world.device import open_device  # which imports torch
 
-    device = open_device(0)  # before megatron is imported, as in a worker
+    device = open_device(worker)  # before megatron is imported, as in a worker
     module, _, name = kind.partition(":")
     return getattr(importlib.import_module(module), name)(worker, device, directory)
 
@@ -141,8 +141,6 @@ def _serve(
     """A worker process's main: answers calls until the benchmark is gone."""
     os.environ.clear()
     os.environ.update(environment)
-    # NCCL takes several processes on one GPU only where it believes them on different hosts.
-    os.environ["NCCL_HOSTID"] = f"worker-{worker}"
     raise_descriptor_limit()
     try:
         seat = opened(worker)

@@ -8,6 +8,7 @@ import gc
 import logging
 import math
 import os
+import socket
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -39,6 +40,8 @@ NCCL_SETTINGS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
 """How torch watches over NCCL in a worker, where the environment does not say otherwise."""
+_HOST_ID = "NCCL_HOSTID"
+"""NCCL takes ranks for processes of one host where this is the same for them."""
 _INIT_LIMIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 """The seconds after which torch gives up a communicator that does not come to be."""
 
@@ -111,7 +114,11 @@ class Device:
 
 
 def open_device(local_rank: int) -> Device:
-    """Claims this worker's device: CUDA device `local_rank` where there is one, else the CPU."""
+    """Claims this worker's device: CUDA device `local_rank` where there is one, else the CPU.
+
+    A node with fewer GPUs than workers has several on one, as a workstation on which a run is tried
+    out: NCCL then works between them as if between hosts, through sockets.
+    """
     if torch.cuda.is_available():
         for name, value in NCCL_SETTINGS.items():
             os.environ.setdefault(name, value)
@@ -120,7 +127,12 @@ def open_device(local_rank: int) -> Device:
                 "CUDA_DEVICE_MAX_CONNECTIONS is 1: what a handoff prepares may wait on the device "
                 "behind training, until its deadline; wanted 8 or more"
             )
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        round_of_gpus, index = divmod(local_rank, torch.cuda.device_count())
+        if round_of_gpus > 0:
+            log.warning("GPU %d has a worker already: what crosses between them is slow", index)
+            # NCCL refuses two ranks of one host on one GPU.
+            os.environ.setdefault(_HOST_ID, f"{socket.gethostname()}-{round_of_gpus}")
+        device = torch.device("cuda", index)
         torch.cuda.set_device(device)
         return Device(device)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

@@ -39,7 +39,7 @@ def _open(store_path: str, worker: int) -> WorkerProcess:
 
     from liver_hpc.world.device import Network, open_device
 
-    device = open_device(0)  # before megatron is imported, as in a worker
+    device = open_device(worker)  # before megatron is imported, as in a worker
     from liver_hpc.world import megatron
     from liver_hpc.world.groups import install_sentinel
 
