@@ -63,6 +63,8 @@ def _import(run_directory: Path, layout: Layout) -> None:
     config = load_run(run_directory / "run.yaml")
     put_first_on_path(config)
     worker.quieten()
+    # What is imported asks torch whether there is CUDA, which otherwise opens it.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     with collector_paused():
         import torch  # noqa: F401 - for those that are forked
 

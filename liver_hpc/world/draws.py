@@ -63,13 +63,19 @@ class NoDraws(TorchFunctionMode):
 
 class OnMeta(TorchFunctionMode):
     """While a model is built that only its shapes are asked of: on its thread, tensors are made on
-    the meta device, whatever device is named."""
+    the meta device, and stay there, whatever device is named."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
         kwargs.pop("generator", None)  # no values, no draws
-        if getattr(function, "__name__", "") in _FACTORIES:
+        name = getattr(function, "__name__", "")
+        if name in _FACTORIES:
             kwargs["device"] = "meta"
+        elif name in ("cuda", "cpu") and args[0].is_meta:
+            return args[0]
+        elif name == "to" and args[0].is_meta:
+            args = tuple("meta" if isinstance(a, str | torch.device) else a for a in args)
+            kwargs |= {"device": "meta"} if "device" in kwargs else {}
         return function(*args, **kwargs)

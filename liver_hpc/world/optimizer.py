@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +58,23 @@ def build(recipe: Recipe, chunks: Sequence[Any], groups: Any) -> Any:
         use_gloo_process_groups=False,
         pg_collection=groups,
     )
+
+
+@contextmanager
+def forgetting(chained: Any) -> Iterator[None]:
+    """What megatron's optimizers note on themselves meanwhile is gone at the end.
+
+    Some of it is what a collective gave, which is asked once (`has_grad_norm_group`, 0.19): in a
+    rehearsal stand-ins have answered, and a worker that has rehearsed would leave out a collective
+    that one which has not waits in.
+    """
+    held = [(one, {*vars(one)}) for one in (chained, *chained.chained_optimizers)]
+    try:
+        yield
+    finally:
+        for one, names in held:
+            for name in {*vars(one)} - names:
+                delattr(one, name)
 
 
 def build_scheduler(recipe: Recipe, chained: Any) -> OptimizerParamScheduler:

@@ -269,7 +269,7 @@ class World:
 
     def _rehearse(self, micro_batches: int) -> None:
         kept = [(place, *place.copy()) for place in buffers.all_buffers(self.chunks)]
-        with thread.rehearsal(), dropout.NoDropout():
+        with thread.rehearsal(), dropout.NoDropout(), optimizer.forgetting(self.optimizer):
             self.forward_backward(0, most=micro_batches)
             self.update(0)
         self.renew_buffers()  # raises where a step leaves other buffers than it found

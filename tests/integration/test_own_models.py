@@ -151,7 +151,7 @@ def test_a_buffer_from_a_generator_of_its_own_has_its_values(device: Any) -> Non
         return torch.randn(4, generator=torch.Generator().manual_seed(5))
 
     world = build_world(Toy(lambda _: {"body": Features(draw)}), device)
-    assert torch.equal(world.chunks[0].module.body.phases, draw() * 2.0)
+    assert torch.equal(world.chunks[0].module.body.phases.cpu(), draw() * 2.0)
     world.close()
 
 
@@ -475,3 +475,25 @@ def test_a_rehearsal_with_dropout_and_recomputation_leaves_no_trace_in_training(
         world.close()
 
     leaves_no_trace(device, rehearse, steps=6, recompute="full")
+
+
+def test_what_stand_ins_have_answered_in_a_rehearsal_is_not_remembered(
+    device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron 0.19 asks once whether any rank has a gradient norm of its own: all ranks have to
+    ask it together, those that have rehearsed and those that have not."""
+    world = build_world(tiny_recipe(), device, "dp2")
+    (one,) = world.optimizers
+    prepare, asked = type(one).prepare_grads, []
+
+    def asking(self: Any) -> Any:
+        if not hasattr(self, "answer"):
+            self.answer = True
+            asked.append(self)
+        return prepare(self)
+
+    monkeypatch.setattr(type(one), "prepare_grads", asking)
+    for _ in range(2):
+        world.warm_up()
+    assert asked == [one, one]
+    world.close()

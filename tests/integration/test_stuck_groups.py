@@ -32,6 +32,7 @@ def _wait_in_groups(process: WorkerProcess) -> dict[str, float]:
     own = target.group((1, 0))
     target.connect(process.network, process.store, GIVES_UP_S, previous=book)
     waited_s = {}
+    ones = torch.ones(1000, device=process.device.torch_device)
     if process.worker == 0:
         timers = [threading.Timer(at_s, target.abort, (at_s > 1,)) for at_s in (0.5, 2.0)]
         for timer in timers:
@@ -39,9 +40,11 @@ def _wait_in_groups(process: WorkerProcess) -> dict[str, float]:
         for name, group in (("own", own), ("kept", kept)):
             began_s = time.monotonic()
             try:
-                group.process_group.allreduce([torch.ones(1000)]).wait()
+                group.process_group.allreduce([ones]).wait()
+                process.device.synchronize()  # a late device waits, not the host
             except RuntimeError:
-                waited_s[name] = time.monotonic() - began_s
+                pass
+            waited_s[name] = time.monotonic() - began_s
     process.store.add("done", 1)
     while process.store.add("done", 0) < 2:
         time.sleep(0.02)

@@ -45,7 +45,7 @@ def _stream(process: WorkerProcess, recipe: Any, old: Any, new: Any, taken: Any,
     if process.worker not in members:
         return 0
     group = process.transfer_group(f"transfer-{name}", members)
-    wire = group_wire(group.process_group, {w: w for w in members}, process.device.torch_device)
+    wire = group_wire(group.backend, {w: w for w in members}, process.device.torch_device)
     transport = Transport(wire, recipe.spec, recipe.config.handoff)
     moved = transport.stream(
         transport.prepare(plan),
@@ -83,6 +83,7 @@ def cross(process: WorkerProcess, case: dict[str, Any]) -> dict[str, Any]:
         if attempt == 1:
             if target is not None:
                 target.forward_backward(STEPS)  # what a target computes before the verdict
+                process.device.synchronize()
                 target.close()
             if source is not None:
                 assert source.state.digests(kinds) == answer["digests"]
