@@ -148,6 +148,7 @@ class WorldHolder:
         self._check_halt()
         self.step = message.scalars.step
         self._owes_evaluation = message.evaluate
+        refilling.close()
         self._refilling = None
         self._stand(world)
 

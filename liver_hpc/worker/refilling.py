@@ -19,14 +19,15 @@ from liver_hpc.world.world import World
 
 
 class Refilling:
-    """One worker's part in it."""
+    """One worker's part in it. To be closed once all workers have filled the world, not before:
+    NCCL's last bytes may still be here when the device has done its part."""
 
     def __init__(self, context: WorkerContext, message: m.Refill) -> None:
         self.generation = message.generation
         self._context = context
         self._message = message
         self._backend: Any = None
-        self._closed = False
+        self._transport: Transport | None = None
 
     def run(self, world: World | None, held: SnapshotState) -> m.Refilled:
         """Streams, and says what the world holds now. world: this worker's seat, if it has one; its
@@ -34,6 +35,13 @@ class Refilling:
 
         Raises TransferError, DeadlineError, or PlanError where a snapshot is not what was said.
         """
+        try:
+            return self._run(world, held)
+        except BaseException:
+            self.close()  # so that no peer waits for this end
+            raise
+
+    def _run(self, world: World | None, held: SnapshotState) -> m.Refilled:
         context, message = self._context, self._message
         spec, device = context.recipe.spec, context.device
         rank_map = message.rank_map.rank_map()
@@ -53,20 +61,15 @@ class Refilling:
             store.close()
         ranks = {member: rank for rank, member in enumerate(members)}
         wire = group_wire(self._backend, ranks, device.torch_device)
-        transport = Transport(wire, spec, context.config.handoff)
-        try:
-            deadline = Deadline.after(context.clock, limit_s, "the bytes of snapshots")
-            prepared = transport.prepare(refill.plan(context.worker))
-            state = None if world is None else world.state
-            # The digest of all shares speaks for what crosses, but for parameters that are cast.
-            cast = not spec.main_is_parameter
-            moved = transport.stream(
-                prepared, held, state, lambda _bytes: None, deadline, digest=cast
-            )
-            if cast:
-                transport.acknowledge(prepared, moved, deadline)
-        finally:
-            transport.close()
+        transport = self._transport = Transport(wire, spec, context.config.handoff)
+        deadline = Deadline.after(context.clock, limit_s, "the bytes of snapshots")
+        prepared = transport.prepare(refill.plan(context.worker))
+        state = None if world is None else world.state
+        # The digest of all shares speaks for what crosses, but for parameters that are cast.
+        cast = not spec.main_is_parameter
+        moved = transport.stream(prepared, held, state, lambda _bytes: None, deadline, digest=cast)
+        if cast:
+            transport.acknowledge(prepared, moved, deadline)
         worker, scalars = context.worker, message.scalars
         if world is None:
             return m.Refilled(worker=worker, generation=self.generation, scalars=scalars)
@@ -81,6 +84,8 @@ class Refilling:
         )
 
     def close(self) -> None:
-        """Ends what is under way with the others, from any thread."""
+        """Ends what is under way with the others, from any thread, and frees staging."""
         if self._backend is not None:
             end(self._backend)
+        if self._transport is not None:
+            self._transport.close()

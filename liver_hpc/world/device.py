@@ -38,8 +38,11 @@ NCCL_SETTINGS = {
     # that has been closed since.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # All paths of a group are opened while it connects, beside training; else each is when it is
+    # first used, which is in the first step of a world that has taken over.
+    "NCCL_RUNTIME_CONNECT": "0",
 }
-"""How torch watches over NCCL in a worker, where the environment does not say otherwise."""
+"""What torch and NCCL are told in a worker, where the environment does not say otherwise."""
 _HOST_ID = "NCCL_HOSTID"
 """NCCL takes ranks for processes of one host where this is the same for them."""
 _INIT_LIMIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
@@ -204,8 +207,10 @@ class Network:
             backend = self._new_nccl(store, rank, size, timeout)
             try:
                 self._connect(backend, deadline, check)
-            except BaseException:
+            except BaseException as error:
                 backend.abort()  # the device must not go on waiting for its peers
+                if isinstance(error, RuntimeError) and deadline.expired():
+                    raise deadline.error() from error  # NCCL's own says of no peer
                 raise
             chosen = self._log.read(self._newly_logged())
         else:

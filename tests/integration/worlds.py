@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -104,7 +105,10 @@ def move(
         lambda _bytes: None,
         Deadline.after(SystemClock(), 60.0, "the state"),
     )
-    group.backend.barrier().wait()  # a peer may not have seen yet that its messages crossed
+    # A peer may not have seen yet that its messages crossed, nor has NCCL maybe sent the last ones.
+    process.store.add(f"{name}/moved", 1)
+    while process.store.add(f"{name}/moved", 0) < len(members):
+        time.sleep(0.005)
     transport.close()
 
 
