@@ -8,6 +8,7 @@ own, so that two workers that launch it and training's collectives in different 
 
 The second rule holds as long as the device has hardware queues enough: with
 CUDA_DEVICE_MAX_CONNECTIONS=1 all lanes share one, and the deadline is what ends such a wait.
+Workers ask for 32 (`world/device.py`): by default it has 8, fewer than a handoff has streams.
 
 On the CPU everything has been done when the call returns.
 """

@@ -17,7 +17,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -63,8 +63,6 @@ def _import(run_directory: Path, layout: Layout) -> None:
     config = load_run(run_directory / "run.yaml")
     put_first_on_path(config)
     worker.quieten()
-    # What is imported asks torch whether there is CUDA, which otherwise opens it.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     with collector_paused():
         import torch  # noqa: F401 - for those that are forked
 
@@ -73,16 +71,30 @@ def _import(run_directory: Path, layout: Layout) -> None:
             from liver_hpc.world.device import open_device
 
             open_device(0)  # before megatron is imported: it brings the stand-in for CUDA
-        import liver_hpc.worker.control  # noqa: F401
+        with _knowing_of_cuda(has_cuda):
+            import liver_hpc.worker.control  # noqa: F401
 
-        load_recipe(config)
-        for module in _LATER:
-            importlib.import_module(module)
+            load_recipe(config)
+            for module in _LATER:
+                importlib.import_module(module)
         if has_cuda and not _in_a_child(_opens_cuda):
             raise LiverError("what was imported has used CUDA: a forked process cannot open it")
         handoff = config.handoff
         if not has_cuda and handoff.warm_up and not handoff.warm_up_again:
             _import_as_rehearsed(run_directory, layout)
+
+
+@contextlib.contextmanager
+def _knowing_of_cuda(has_cuda: bool) -> Iterator[None]:
+    """Torch answers at once whether there is CUDA: modules ask as they are imported, and otherwise
+    it would ask the driver, which starts a thread and opens CUDA here."""
+    import torch
+
+    ask, torch.cuda.is_available = torch.cuda.is_available, lambda: has_cuda
+    try:
+        yield
+    finally:
+        torch.cuda.is_available = ask
 
 
 def _import_as_rehearsed(run_directory: Path, layout: Layout) -> None:

@@ -43,6 +43,10 @@ NCCL_SETTINGS = {
     "NCCL_RUNTIME_CONNECT": "0",
 }
 """What torch and NCCL are told in a worker, where the environment does not say otherwise."""
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_MOST_QUEUES = "32"
+"""Of a device's hardware queues; CUDA's default is 8. Streams that share one wait for each other:
+see `transport/lane.py`."""
 _HOST_ID = "NCCL_HOSTID"
 """NCCL takes ranks for processes of one host where this is the same for them."""
 _INIT_LIMIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
@@ -122,13 +126,15 @@ def open_device(local_rank: int) -> Device:
     A node with fewer GPUs than workers has several on one, as a workstation on which a run is tried
     out: NCCL then works between them as if between hosts, through sockets.
     """
+    queues = os.environ.setdefault(_QUEUES, _MOST_QUEUES)  # before anything opens CUDA
     if torch.cuda.is_available():
         for name, value in NCCL_SETTINGS.items():
             os.environ.setdefault(name, value)
-        if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        if queues != _MOST_QUEUES:
             log.warning(
-                "CUDA_DEVICE_MAX_CONNECTIONS is 1: what a handoff prepares may wait on the device "
-                "behind training, until its deadline; wanted 8 or more"
+                "%s is %s: what a handoff does may wait on the device behind training, until its "
+                "deadline; wanted %s",
+                *(_QUEUES, queues, _MOST_QUEUES),
             )
         round_of_gpus, index = divmod(local_rank, torch.cuda.device_count())
         if round_of_gpus > 0:
@@ -232,6 +238,9 @@ class Network:
         options = nccl.Options()
         options._timeout = timeout
         options.config.blocking = 0  # torch polls the communicator until `_INIT_LIMIT`
+        # torch has 32 streams of each priority, which it gives out in turn: those of communicators
+        # are not to be the same as lanes'.
+        options.is_high_priority_stream = True
         return nccl(store, rank, size, options)
 
     def _connect(self, backend: Any, deadline: Deadline, check: Callable[[], None]) -> None:
