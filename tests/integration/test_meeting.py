@@ -89,6 +89,12 @@ Connection(int(sys.argv[1])).send_bytes(segment.encode())
 threading.Event().wait()
 """
 
+OTHER_LIBRARY = """
+from liver_hpc.rendezvous.mpi import calls
+calls.MPI.get_vendor = lambda: ("Open MPI", (4, 1, 6))
+calls.start_mpi()
+"""
+
 OWNER = """
 import sys, threading
 from pathlib import Path
@@ -515,3 +521,13 @@ def test_a_process_killed_in_its_initialisation_leaves_no_shared_memory() -> Non
     assert segment.exists()
     process.end(0.0)
     assert not segment.exists()
+
+
+def test_a_library_that_cannot_connect_two_jobs_is_refused_by_name() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", OTHER_LIBRARY], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 1
+    *_, told = ended.stderr.splitlines()
+    assert "MeetingError: mpi4py has loaded Open MPI 4.1.6" in told
+    assert "wanted MPICH" in told

@@ -26,6 +26,7 @@ except (ImportError, RuntimeError) as error:  # mpi4py itself, or the library th
     raise MeetingError(f"MPI cannot be loaded ({error}); pip install mpi4py mpich") from error
 
 _TAG = 1
+_UNABLE = "Open MPI"
 _PROGRESS_INTERVAL_S = 0.001
 
 
@@ -73,7 +74,16 @@ def start_mpi() -> None:
 
     Nobody else on this host will attach to that, the world being one process; so the kernel frees
     it however this process ends. SIGTERM and SIGINT wait meanwhile.
+
+    Raises MeetingError for a library that cannot connect worlds that were launched apart.
     """
+    library, version = MPI.get_vendor()
+    if library == _UNABLE:
+        raise MeetingError(
+            f"mpi4py has loaded {library} {'.'.join(map(str, version))}, which cannot connect "
+            "processes that were launched apart; wanted MPICH: pip install mpich, or name its "
+            "libmpi.so in MPI4PY_LIBMPI"
+        )
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     try:
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
