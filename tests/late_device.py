@@ -223,6 +223,10 @@ class LateDevice(Device):
     def backend_name(self) -> str:
         return "nccl"
 
+    @property
+    def late(self) -> bool:
+        return True
+
     def own_lane(self) -> LateLane:
         """That of the calling thread."""
         lane: LateLane = getattr(self.here, "lane", self.training)

@@ -212,7 +212,7 @@ class LateRun:
     source: RankMap
     handoff: HandoffSection = field(
         default_factory=lambda: HandoffSection(
-            staging_bytes=4096, bucket_bytes=512, take_over=False
+            staging_bytes=4096, bucket_bytes=512, take_over=False, overlap="always"
         )
     )
     rooms: dict[int, Room] = field(default_factory=dict)

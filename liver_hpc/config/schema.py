@@ -253,6 +253,7 @@ class HandoffSection(Section):
     warm_up_again: bool = False
     keep_groups: bool = True
     take_over: bool = True
+    overlap: Literal["auto", "always", "never"] = "auto"
     digests: Literal["moved", "whole"] = "moved"
 
 

@@ -136,8 +136,8 @@ class Crossing:
             )
 
     def _work(self, scalars: m.ScalarState | None, gradients: list[Gradients]) -> dict[str, object]:
-        """What the vote tells. The target's first forward and backward run while optimizer state
-        moves."""
+        """What the vote tells. Optimizer state moves while the target's first forward and backward
+        run, or after them (`handoff.overlap`)."""
         if self._session.bounded:
             return self._work_bounded(gradients)
         context, target = self._session.context, self._target
@@ -145,10 +145,11 @@ class Crossing:
         # A joiner waits from Arm on, and the source comes at its next boundary.
         waits_s = self._limits.boundary_s if self._source is None else 0.0
         parameters = self._move(first, waits_s)
-        moving = target.moving = Beside(
-            "optimizer-transfer", lambda: self._move(second), context.device
-        )
         deadline = self._deadline("the optimizer state to arrive")
+        moving: Beside[Part] | None = None
+        if self._overlaps():
+            moving = Beside("optimizer-transfer", lambda: self._move(second), context.device)
+            target.moving = moving
         started_s = computed_s = self._clock.now_s()
         try:
             if target.world is not None:
@@ -157,15 +158,25 @@ class Crossing:
                 gradients.append(target.world.forward_backward(scalars.step))
                 computed_s = self._clock.now_s()
         finally:
-            optimizer = moving.outcome(deadline)
+            optimizer = None if moving is None else moving.outcome(deadline)
         if target.world is not None:
             assert scalars is not None
             self._computed(target.world, scalars)
+        if optimizer is None:
+            # Who has no first step comes here at once, and waits for those who have one.
+            waits_s = self._limits.boundary_s if target.world is None else 0.0
+            optimizer = self._move(second, waits_s)
         spent_s = {
             "forward_backward": computed_s - started_s,
             "optimizer_after": self._clock.now_s() - computed_s,
         }
         return _told([parameters, optimizer], started_s, spent_s)
+
+    def _overlaps(self) -> bool:
+        """On a device, what moves and what the first step sends each other would share hardware
+        queues where there are too few, and then wait for each other on the device."""
+        overlap = self._session.context.config.handoff.overlap
+        return overlap == "always" or (overlap == "auto" and not self._session.context.device.late)
 
     def _work_bounded(self, gradients: list[Gradients]) -> dict[str, object]:
         """The same with the memory of one world: gradients are dead at the boundary, and in their

@@ -71,6 +71,11 @@ class Device:
     def backend_name(self) -> str:
         return "nccl" if self.torch_device.type == "cuda" else "gloo"
 
+    @property
+    def late(self) -> bool:
+        """Whether the device works on what was launched when the call has returned."""
+        return self.torch_device.type != "cpu"
+
     def enter(self) -> None:
         """Makes this the calling thread's device. Every thread that touches tensors calls it once,
         because torch keeps the current CUDA device per thread."""

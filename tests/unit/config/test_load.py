@@ -100,8 +100,8 @@ def test_alias_to_itself_ends(tmp_path: Path) -> None:
     ("override", "said"),
     [
         ("handoff.bucket_byte=4", "unknown key; did you mean 'bucket_bytes'? (valid keys here: "
-         "bucket_bytes, digests, direct, keep_groups, memory, staging_bytes, take_over, warm_up, "
-         "warm_up_again)"),
+         "bucket_bytes, digests, direct, keep_groups, memory, overlap, staging_bytes, take_over, "
+         "warm_up, warm_up_again)"),
         ("metrics.flush_interval_s=1", "there is no such key any more, "
          "leave it out: every event goes to the journal at once"),
         ("qqq=4", "unknown key (valid keys here: checkpoint, cluster, data, deadlines, eval, "),

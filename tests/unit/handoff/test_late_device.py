@@ -271,6 +271,31 @@ def test_optimizer_state_does_not_wait_for_the_first_forward(
     handing.join(ANSWER_S)
 
 
+@pytest.mark.parametrize("machines", range(3), indirect=True)
+@pytest.mark.parametrize("target", [PP, MOVED], ids=["the same workers", "others"])
+def test_by_itself_optimizer_state_moves_once_a_device_has_the_first_gradients(
+    target: RankMap, run: LateRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[bool] = []
+    plain = wire.NcclWire.streaming
+
+    def streaming(self: Any, deadline: Deadline) -> Any:
+        for worker in target.workers:
+            crossing = run.target(worker)
+            if self is crossing.transport._wire and len(crossing.parts) == 2:
+                assert crossing.world is not None
+                computed.append(crossing.world.backward.done)  # type: ignore[attr-defined]
+        return plain(self, deadline)
+
+    run.handoff = run.handoff.model_copy(update={"overlap": "auto"})
+    run.arm = lambda: monkeypatch.setattr(wire.NcclWire, "streaming", streaming)
+    run.begin()
+    ended = run.hand_off(target)
+    assert ended.outcome == "completed", ended.detail
+    assert sorted(computed) == [False, False, True, True]  # parameters, and the rest
+    run.check(target.workers)
+
+
 # ---- ABORT
 
 
