@@ -16,6 +16,11 @@ PYTEST_ARGS ?=
 # of unit tests, of which there are most, come last and fill the gaps.
 PYTEST_WORKERS ?= 3
 DEMO_ARGS ?=
+# Which GPUs the demo and the tests see: none, as they are for CPUs. `make demo GPUS=0,1` has two.
+GPUS ?=
+# What has been run on a GPU; its workers share what there is.
+GPU_TESTS ?= tests/gpu $(addprefix tests/integration/test_,$(addsuffix .py,elastic_runs recovery \
+	state_moves stuck_groups take_over own_models))
 # Of the test cluster: how many nodes, its name, and more options for `up`.
 NODES ?= 4
 CLUSTER ?= liver
@@ -25,18 +30,19 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # What is started below finds the environment's programs first.
 export PATH := $(abspath $(BIN)):$(PATH)
+export CUDA_VISIBLE_DEVICES = $(GPUS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo slurm-demo test test-all check docs format clean
+.PHONY: help install demo slurm-demo test test-all test-gpu check docs format clean
 .PHONY: cluster-up cluster-down cluster-shell
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' \
 		| expand -t 20
 	@echo
-	@echo 'variables: PYTHON VENV TORCH TORCH_PIP_ARGS PYTEST_ARGS PYTEST_WORKERS DEMO_ARGS NODES CLUSTER' \
-		'CLUSTER_ARGS'
+	@echo 'variables: PYTHON VENV TORCH TORCH_PIP_ARGS PYTEST_ARGS PYTEST_WORKERS DEMO_ARGS GPUS' \
+		'GPU_TESTS NODES CLUSTER CLUSTER_ARGS'
 
 install: $(INSTALLED) ## the virtual environment with everything in it
 
@@ -60,6 +66,10 @@ test: $(INSTALLED) ## the whole test suite; more flags for pytest in PYTEST_ARGS
 
 test-all: ## the test suite with what takes minutes: mistakes made in the core, many more schedules
 	$(MAKE) test PYTEST_ARGS="-m 'long or not long' $(PYTEST_ARGS)"
+
+test-gpu: GPUS = 0
+test-gpu: $(INSTALLED) ## on a machine with a GPU: what a handoff does on it, and over NCCL
+	$(BIN)/python -m pytest -q -rs --durations=15 -n 2 --dist loadfile $(GPU_TESTS) $(PYTEST_ARGS)
 
 # The cluster needs nothing from the environment, and as root only: its jobs may use it.
 TESTBED = $(PYTHON) -m slurm.testbed --name $(CLUSTER)
