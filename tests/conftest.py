@@ -20,8 +20,10 @@ from tests.golden_files import Golden
 settings.register_profile("liver", deadline=None)
 settings.load_profile("liver")
 
-# Where the tests run in the background SIGINT may be ignored, which child processes would inherit.
+# Where the tests run in the background SIGINT may be ignored, by nohup SIGHUP is: child processes
+# would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 REPOSITORY = Path(__file__).parent.parent
 
