@@ -1,0 +1,80 @@
+"""Which GPU a worker has, and what NCCL and CUDA are told of it: no GPU is needed for that."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from typing import Any
+
+import pytest
+import torch
+
+from liver_hpc.errors import DeadlineError
+from liver_hpc.world.device import NCCL_SETTINGS, open_device
+from tests.late_device import LateDevice, LateNetwork, Machines
+
+VARIABLES = (*NCCL_SETTINGS, "NCCL_HOSTID", "CUDA_DEVICE_MAX_CONNECTIONS")
+
+
+@pytest.fixture(autouse=True)
+def environment_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*VARIABLES, "TORCH_NCCL_NONBLOCKING_TIMEOUT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "gpu", "host"),
+    [(0, 0, ""), (1, 1, ""), (2, 0, "-1"), (3, 1, "-1"), (4, 0, "-2")],
+)
+@pytest.mark.usefixtures("two_gpus")
+def test_no_two_workers_of_one_gpu_are_of_one_host(local_rank: int, gpu: int, host: str) -> None:
+    device = open_device(local_rank)
+    assert device.torch_device == torch.device("cuda", gpu)
+    assert device.late
+    assert os.environ.get("NCCL_HOSTID", "") == (host and f"{socket.gethostname()}{host}")
+
+
+@pytest.mark.parametrize(("given", "told"), [("", "32"), ("1", "1"), ("32", "32")])
+@pytest.mark.usefixtures("two_gpus")
+def test_hardware_queues_are_as_many_as_there_are_unless_told(
+    given: str, told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if given:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
+    with caplog.at_level(logging.WARNING):
+        open_device(0)
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == told
+    assert ("CUDA_DEVICE_MAX_CONNECTIONS is 1" in caplog.text) == (told == "1")
+
+
+class Refusing:
+    """What NCCL does where a communicator does not come to be."""
+
+    aborted = False
+
+    def allreduce(self, _tensors: list[Any]) -> Any:
+        raise RuntimeError("NCCL timeout in: NCCLUtils.cpp:197")
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+@pytest.mark.parametrize(("limit_s", "error"), [(0.0, DeadlineError), (60.0, RuntimeError)])
+def test_a_group_that_is_late_names_its_peers(
+    limit_s: float, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = Refusing()
+    network = LateNetwork(LateDevice(Machines(), 0))
+    monkeypatch.setattr(network, "_new_nccl", lambda *_arguments: backend)
+    with pytest.raises(error, match=r"workers \[0, 3\]" if limit_s == 0.0 else "NCCL timeout"):
+        network.open_backend(None, 0, 2, limit_s, "workers [0, 3]")
+    assert backend.aborted
