@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,6 +17,8 @@ import torch
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import DeadlineError, LiverError, PlanError, TransferError
 from liver_hpc.transport.lane import Lane, new_lane
+from liver_hpc.world import gloo_sockets, gloo_waits
+from liver_hpc.world.gloo_waits import Ended
 
 _ENDS_S = 10.0
 """How long the device may take to end what has been aborted."""
@@ -124,9 +127,12 @@ class GlooWire(Wire):
         self.device = device
         self._group: Any = group
         self._ranks = dict(ranks)
+        self._ended = partial(gloo_sockets.are_closed, gloo_sockets.connections_of(group))
 
     def close(self) -> None:
-        self._group = None
+        group, self._group = self._group, None
+        if group is not None:
+            gloo_sockets.shut_down(group)
 
     def launch(self, parcels: Sequence[Parcel]) -> Sequence[Pending]:
         group = self._group
@@ -147,7 +153,7 @@ class GlooWire(Wire):
         started: list[Pending] = []
         try:
             for parcel in parcels:
-                started.append(_Started(self._start(group, parcel), [parcel], blocking=True))
+                started.append(_Started(self._start(group, parcel), [parcel], self._ended))
             return started
         finally:
             del group, started
@@ -173,7 +179,7 @@ def _together(parcels: Sequence[Parcel]) -> str:
 
 
 def _translated(
-    error: RuntimeError, parcels: Sequence[Parcel], deadline: Deadline | None = None
+    error: Exception, parcels: Sequence[Parcel], deadline: Deadline | None = None
 ) -> LiverError:
     """The one place where a backend's error becomes ours."""
     if deadline is not None and deadline.expired():
@@ -182,29 +188,31 @@ def _translated(
 
 
 class _Started:
-    """Started messages that complete together.
+    """Started messages that complete together. ended: whether gloo has closed their connections;
+    None: the device waits for them, not the host.
 
     Lets go of c10d's handle, which holds staging and the connection, as soon as it has been
     waited for, whatever came of it.
     """
 
-    def __init__(self, work: Any, parcels: Sequence[Parcel], *, blocking: bool) -> None:
+    def __init__(self, work: Any, parcels: Sequence[Parcel], ended: Ended | None) -> None:
         self._work = work
         self._parcels = parcels
-        self._blocking = blocking
+        self._ended = ended
 
     def wait(self, deadline: Deadline) -> None:
         work, self._work = self._work, None
         try:
             if deadline.expired():
                 raise late(deadline, _together(self._parcels))
-            if self._blocking:
-                # c10d cuts down to whole milliseconds and takes 0 to mean for ever; one more, so
-                # that the deadline has passed when c10d gives up.
-                work.wait(timedelta(milliseconds=1 + math.ceil(deadline.remaining_s() * 1000)))
-            else:
+            if self._ended is None:
                 work.wait()
-        except RuntimeError as error:
+                return
+            # c10d cuts down to whole milliseconds and takes 0 to mean for ever; one more, so that
+            # the deadline has passed when c10d gives up.
+            limit = timedelta(milliseconds=1 + math.ceil(deadline.remaining_s() * 1000))
+            gloo_waits.wait_for(work, self._ended, limit)
+        except (RuntimeError, TransferError) as error:
             raise _translated(error, self._parcels, deadline) from error
         finally:
             # Otherwise the frame in the error's traceback would keep it.
@@ -237,7 +245,7 @@ class NcclWire(GlooWire):
         finally:
             del group
         # Not blocking: the lane waits for the messages, the host for the lane's end.
-        return [_Started(work, parcels, blocking=False)]
+        return [_Started(work, parcels, ended=None)]
 
     @contextlib.contextmanager
     def streaming(self, deadline: Deadline) -> Iterator[None]:

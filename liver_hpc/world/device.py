@@ -150,9 +150,10 @@ def open_device(local_rank: int) -> Device:
         torch.cuda.set_device(device)
         return Device(device)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    from liver_hpc.world import cpu_shim
+    from liver_hpc.world import cpu_shim, gloo_waits
 
     cpu_shim.install()
+    gloo_waits.install()
     return Device(torch.device("cpu"))
 
 

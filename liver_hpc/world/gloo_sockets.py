@@ -7,7 +7,7 @@ shut out before a tensor crosses, and the group's port takes nobody any more.
 
 gloo does not end what waits in a group either: its `abort` does nothing, and who waits in a
 collective goes on only when a peer closes its end of a connection, or at the group's timeout. A
-connection that is shut down fails at both ends, at once.
+connection that is shut down fails at both ends, at once; who still waits then, `gloo_waits` frees.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
 from liver_hpc.errors import TransferError
+from liver_hpc.world import gloo_waits
 
 _DESCRIPTORS = "/proc/self/fd"
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
@@ -104,7 +106,23 @@ class Watch:
 
 def shut_down(backend: Any) -> None:
     """Whoever waits in this group fails, here and at its peers; from any thread."""
-    _shut(_connections.pop(backend, []))
+    _shut(connections_of(backend))
+
+
+def connections_of(backend: Any) -> Sequence[Socket]:
+    """Those to its members; none of another backend than gloo's."""
+    return _connections.get(backend, ())
+
+
+def are_closed(connections: Sequence[Socket]) -> bool:
+    """Whether gloo has closed all of them, which were some: it reads and writes no memory then for
+    what crossed them."""
+    return bool(connections) and not any(map(_is_open, connections))
+
+
+def _is_open(connection: Socket) -> bool:
+    with _opened(connection) as its:
+        return its is not None
 
 
 def _shut(connections: Sequence[Socket]) -> None:
@@ -117,11 +135,15 @@ def _shut(connections: Sequence[Socket]) -> None:
 def _tried(backend: Any, size: int) -> str:
     """Sends a number over each connection, both ways; what is wrong, or empty. Where a stranger had
     come first, gloo has no use for the connection that is a member's."""
-    try:
-        for _ in range(len(backend.options._devices)):  # it takes them in turns
-            backend.alltoall_base(torch.empty(size), torch.empty(size), [], []).wait()
-    except RuntimeError as error:
-        return str(error)
+    for _ in range(len(backend.options._devices)):  # it takes them in turns
+        work = backend.alltoall_base(torch.empty(size), torch.empty(size), [], [])
+        try:
+            gloo_waits.wait_for(work, partial(are_closed, connections_of(backend)))
+        except TransferError as error:
+            gloo_waits.keep([work], [backend])
+            return str(error)
+        except RuntimeError as error:
+            return str(error)
     return ""
 
 

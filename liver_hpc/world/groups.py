@@ -21,7 +21,7 @@ from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from liver_hpc.world import gloo_sockets
+from liver_hpc.world import gloo_sockets, gloo_waits
 from liver_hpc.world.device import Device, Network
 
 # Any: torch's stubs know few of these names, and some wrongly.
@@ -208,6 +208,7 @@ class GroupBook:
         self._device = device
         self._groups: dict[tuple[int, ...], Group] = {}
         self._kept: set[tuple[int, ...]] = set()
+        self._never_end: list[Any] = []
         self.aborted = False
 
     def group(self, members: Iterable[int]) -> Group:
@@ -261,8 +262,20 @@ class GroupBook:
             if backend is not None and (shared or members not in self._kept):
                 end(backend)
 
+    def have_ended(self) -> bool:
+        """Whether gloo has closed all connections of these groups, so that nothing in them ends any
+        more but at their timeout."""
+        connections = [each for b in self.backends() for each in gloo_sockets.connections_of(b)]
+        return self.aborted and gloo_sockets.are_closed(connections)
+
+    def never_ends(self, work: Any) -> None:
+        """See `gloo_waits.Groups`."""
+        self._never_end.append(work)
+
     def close(self) -> None:
         """Forgets all groups; backends that another book took over stay open."""
+        if self._never_end:
+            gloo_waits.keep(self._never_end, self.backends())
         for group in self._groups.values():
             group.close()
         self._groups.clear()

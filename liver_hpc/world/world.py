@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
-from typing import Any, NamedTuple
+from functools import cache, partial, wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from liver_hpc.world import (
     buffers,
     dropout,
     experts,
+    gloo_waits,
     megatron,
     metrics,
     optimizer,
@@ -51,6 +52,9 @@ from liver_hpc.world.state import HeldTensor, WorldState
 from liver_hpc.world.thread import MicroBatch
 from liver_hpc.world.untouched import untouched
 from liver_hpc.world.verified import verified_tensors
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Flags(NamedTuple):
@@ -100,6 +104,18 @@ class Gradients:
 def derivation_of(recipe: Recipe, worker: int) -> Derivation:
     """Of a process's recipe."""
     return Derivation(recipe, worker)
+
+
+def _in_its_groups(method: Callable[P, R]) -> Callable[P, R]:
+    """Of a world: what waits in its groups ends with them (world/gloo_waits.py)."""
+
+    @wraps(method)
+    def collective(*args: P.args, **kwargs: P.kwargs) -> R:
+        world: Any = args[0]
+        with gloo_waits.within(world.book):
+            return method(*args, **kwargs)
+
+    return collective
 
 
 class World:
@@ -291,6 +307,7 @@ class World:
         groups fail promptly, because nothing here holds the group's connections any longer.
         """
         self._ahead.close()
+        self._end_reductions()
         _free_gradients(self.chunks)
         forget(self.chunks, self.groups)
         self.book.close()
@@ -300,8 +317,25 @@ class World:
         gc.collect()
         return self.state
 
+    def _end_reductions(self) -> None:
+        """Of groups that were aborted in the middle of a step: what Megatron still reduces or
+        gathers in them beside it fails, or never ends, which they are told then."""
+        works = [
+            work
+            for chunk in (self.chunks if self.book.aborted else ())
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+            for handle in (group.grad_reduce_handle, group.param_gather_handle)
+            if handle is not None
+            for work in getattr(handle, "works", [handle])
+        ]
+        with gloo_waits.within(self.book):
+            for work in works:
+                with suppress(RuntimeError, TransferError):
+                    work.wait()
+
     # ---- training
 
+    @_in_its_groups
     def forward_backward(self, step: int, most: int | None = None) -> Gradients:
         """Gradients of global batch `step`, summed over micro-batches. Collective.
 
@@ -327,6 +361,7 @@ class World:
             self._ahead.want(self._next[1])
         return found
 
+    @_in_its_groups
     def evaluate(self, numbers: Iterable[int]) -> float:
         """The mean loss over validation batches, by their numbers. Changes nothing of the state.
         Collective, at a step's end."""
@@ -430,6 +465,7 @@ class World:
             )
         return found
 
+    @_in_its_groups
     def update(self, step: int) -> tuple[float, float]:
         """The optimizer's step `step`; returns (gradient norm, learning rate). Collective."""
         self._scheduler.num_steps = schedule_steps(self.recipe.config.train, step)
@@ -443,6 +479,7 @@ class World:
         gradients = self.forward_backward(step)
         return gradients, self.update(step)
 
+    @_in_its_groups
     def agree(self, gradients: Gradients, update: tuple[float, float], flags: Flags) -> StepResult:
         """Ends a step: one reduction gives all workers the mean loss, the metrics and the raised
         flags. A metric that is new to some takes two more, once in a world. Collective.
@@ -483,6 +520,7 @@ class World:
 
     # ---- state at a boundary
 
+    @_in_its_groups
     def settle(self) -> None:
         """Brings the state's tensors up to date at a step's end, before they are moved or saved:
         parameters that are gathered with the next forward, buffers that lie elsewhere now.

@@ -60,6 +60,95 @@ def test_an_abort_frees_whoever_waits_for_a_silent_peer(tmp_path: Path) -> None:
     assert 1.0 < waited_s["kept"] < 1.5 + AT_ONCE_S
 
 
+BIG_BYTES, RUN_S = 1 << 30, 60.0
+
+
+def _lose_the_peer(process: WorkerProcess, wants: str) -> float:
+    """The second worker is gone in the middle of what crosses. How long the first one waited since,
+    until it failed and had closed its groups."""
+    import torch
+
+    from liver_hpc.clock import Deadline, SystemClock
+    from liver_hpc.transport.wire import GlooWire, Parcel
+    from liver_hpc.world import gloo_waits
+    from liver_hpc.world.groups import GroupBook
+
+    book = GroupBook(1, process.worker, process.device)
+    group = book.group((0, 1))
+    book.connect(process.network, process.store, RUN_S)
+    memory = torch.ones(BIG_BYTES, dtype=torch.uint8)
+    sends = (wants == "receives") == (process.worker == 1)
+
+    def cross() -> None:
+        if wants == "reduces":
+            group.process_group.allreduce([memory]).wait()
+        elif wants == "wire":
+            wire = GlooWire(group.backend, {0: 0, 1: 1}, memory.device)
+            threading.Timer(1.0, wire.close).start()
+            deadline = Deadline.after(SystemClock(), RUN_S, "the peer")
+            wire.exchange([Parcel(1 - process.worker, 0, memory, sends)], deadline)
+        else:
+            way = group.process_group.send if sends else group.process_group.recv
+            way([memory], 1 - process.worker, 0).wait()
+
+    if process.worker == 1:
+        breaks = threading.Timer(0.05, book.abort, (True,))
+        breaks.start()
+        with pytest.raises((RuntimeError, TransferError)), gloo_waits.within(book):
+            cross()
+        return 0.0
+    if wants != "wire":
+        threading.Timer(1.0, book.abort, (True,)).start()
+    began_s = time.monotonic()
+    with pytest.raises((RuntimeError, TransferError)), gloo_waits.within(book):
+        cross()
+    book.close()
+    return time.monotonic() - began_s
+
+
+@pytest.mark.parametrize("wants", ["sends", "receives", "reduces", "wire"])
+def test_what_is_crossing_when_a_connection_breaks_is_not_waited_for(
+    wants: str, tmp_path: Path
+) -> None:
+    """gloo tells nobody of it before the group's timeout."""
+    waited_s, _ = run_workers(_lose_the_peer, 2, tmp_path, wants)
+    assert waited_s < 5.0
+
+
+def _wait_for_what_gloo_forgot(process: WorkerProcess) -> tuple[float, float]:
+    """As where gloo has taken an operation off its lists: nobody ends it. How long the first worker
+    waited in a collective, and closed its groups."""
+    import torch
+
+    from liver_hpc.world import gloo_sockets, gloo_waits
+    from liver_hpc.world.groups import GroupBook
+
+    book = GroupBook(1, process.worker, process.device)
+    group = book.group((0, 1))
+    book.connect(process.network, process.store, 6.0)
+    if process.worker == 1:
+        time.sleep(8.0)
+        book.close()
+        return 0.0, 0.0
+    gloo_sockets._shut = lambda _connections: None  # type: ignore[assignment]
+    gloo_sockets.are_closed = bool  # type: ignore[assignment]
+    work = group.process_group.allreduce([torch.ones(1000)])
+    threading.Timer(0.5, book.abort, (True,)).start()
+    began_s = time.monotonic()
+    with pytest.raises(TransferError, match="closed"), gloo_waits.within(book):
+        work.wait()
+    waited_s = time.monotonic() - began_s
+    del work, group
+    book.close()
+    return waited_s, time.monotonic() - began_s - waited_s
+
+
+def test_a_collective_that_never_ends_is_neither_waited_for_nor_in_the_way(tmp_path: Path) -> None:
+    (waited_s, closed_s), _ = run_workers(_wait_for_what_gloo_forgot, 2, tmp_path)
+    assert waited_s < 3.0
+    assert closed_s < AT_ONCE_S
+
+
 def test_a_world_whose_groups_are_aborted_computes_no_further_micro_batch(
     device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
