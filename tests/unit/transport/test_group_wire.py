@@ -7,10 +7,12 @@ from datetime import timedelta
 
 import pytest
 import torch
+from torch._C._distributed_c10d import OpType
 
 from liver_hpc.clock import Deadline, FakeClock
 from liver_hpc.errors import DeadlineError, TransferError
 from liver_hpc.transport.wire import Parcel, group_wire
+from liver_hpc.world import gloo_waits
 
 
 class _Broken:
@@ -46,6 +48,9 @@ class _Silent:
     def recv(self, _memory: list[torch.Tensor], _rank: int, _tag: int) -> _Silent:
         return self
 
+    def _get_op_type(self) -> int:
+        return int(OpType.RECV)
+
     def wait(self, limit: timedelta) -> None:
         milliseconds = int(limit.total_seconds() * 1000)
         assert milliseconds > 0, "0 means for ever"
@@ -54,8 +59,11 @@ class _Silent:
 
 
 @pytest.mark.parametrize("limit_s", [0.3, 0.2999, 0.0001])
-def test_a_silent_peer_is_told_as_a_passed_deadline(limit_s: float) -> None:
+def test_a_silent_peer_is_told_as_a_passed_deadline(
+    limit_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = FakeClock()
+    monkeypatch.setattr(gloo_waits, "_plain_wait", _Silent.wait)
     wire = group_wire(_Silent(clock), {0: 0, 1: 1}, torch.device("cpu"))
     (pending,) = wire.launch([Parcel(1, 0, torch.zeros(16, dtype=torch.uint8), False)])
     with pytest.raises(DeadlineError, match="worker 1"):
