@@ -318,11 +318,11 @@ class World:
         return self.state
 
     def _end_reductions(self) -> None:
-        """Of groups that were aborted in the middle of a step: what Megatron still reduces or
-        gathers in them beside it fails, or never ends, which they are told then."""
+        """Of gloo's groups that were aborted in the middle of a step: what Megatron still reduces
+        or gathers in them beside it fails, or never ends, which they are told then."""
         works = [
             work
-            for chunk in (self.chunks if self.book.aborted else ())
+            for chunk in (self.chunks if self.book.aborted and not self.device.late else ())
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
             for handle in (group.grad_reduce_handle, group.param_gather_handle)
             if handle is not None
