@@ -18,6 +18,7 @@ import functools
 import importlib
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache, partial
@@ -35,6 +36,9 @@ _LOOK = timedelta(seconds=_LOOK_S)
 _WITHOUT_END = timedelta(0)
 """As torch has it: until the group's timeout."""
 _MESSAGES = {int(getattr(_native.OpType, name)) for name in ("SEND", "RECV", "RECVANYSOURCE")}
+
+MESSAGES = "gloo's messages"
+"""What a thread is called that waits for them."""
 
 Ended = Callable[[], bool]
 
@@ -114,14 +118,13 @@ def keep(works: Sequence[Any], kept: Sequence[Any]) -> None:
     """Keeps backends until collectives that never end have come to the groups' timeout: a backend
     that goes earlier waits for gloo's threads, and all of Python with it."""
 
-    def wait() -> None:
-        held = [kept]
-        for work in works:
-            with contextlib.suppress(RuntimeError):
-                _plain_wait(work)
-        held.clear()
+    quiet_thread(partial(_wait_out, works, kept), "gloo's timeout")
 
-    quiet_thread(wait, "gloo's timeout")
+
+def _wait_out(works: Sequence[Any], _kept: Sequence[Any]) -> None:
+    for work in works:
+        with contextlib.suppress(RuntimeError):
+            _plain_wait(work)
 
 
 def _is_message(work: Any) -> bool:
@@ -133,9 +136,8 @@ def _never() -> TransferError:
 
 
 def _wait_for_message(work: Any, ended: Ended, timeout: timedelta) -> bool:
-    waiter = _here.waiter
-    if waiter is None:
-        waiter = _here.waiter = _Waiter()
+    # Not there for the next message unless it has told of this one.
+    waiter, _here.waiter = _here.waiter or _Waiter(), None
     waiter.asked.put(partial(_plain_wait, work, timeout))
     has_ended = False
     while True:
@@ -143,23 +145,23 @@ def _wait_for_message(work: Any, ended: Ended, timeout: timedelta) -> bool:
             outcome = waiter.told.get(timeout=_LOOK_S)
         except queue.Empty:
             if has_ended:
-                waiter.asked.put(None)
-                _here.waiter = None
                 raise _never() from None
             has_ended = ended()
             continue
+        _here.waiter = waiter
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
 
 
 class _Waiter:
-    """Waits for messages, for one thread."""
+    """Waits for messages, for one thread; its own ends when nobody has it any more."""
 
     def __init__(self) -> None:
         self.asked: queue.SimpleQueue[Callable[[], bool] | None] = queue.SimpleQueue()
         self.told: queue.SimpleQueue[bool | Exception] = queue.SimpleQueue()
-        quiet_thread(partial(_wait_for_all, self.asked, self.told), "gloo's messages")
+        quiet_thread(partial(_wait_for_all, self.asked, self.told), MESSAGES)
+        weakref.finalize(self, self.asked.put, None)
 
 
 def _wait_for_all(
