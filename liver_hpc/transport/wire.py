@@ -16,9 +16,9 @@ import torch
 
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import DeadlineError, LiverError, PlanError, TransferError
+from liver_hpc.transport import gloo_sockets, gloo_waits
+from liver_hpc.transport.gloo_waits import Ended
 from liver_hpc.transport.lane import Lane, new_lane
-from liver_hpc.world import gloo_sockets, gloo_waits
-from liver_hpc.world.gloo_waits import Ended
 
 _ENDS_S = 10.0
 """How long the device may take to end what has been aborted."""

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.cluster.network import GLOO_INTERFACE, NCCL_LOG
 from liver_hpc.host.interfaces import interface_addresses, interface_holding
+from liver_hpc.transport import gloo_sockets, gloo_waits
 from liver_hpc.transport.lane import Lane, new_lane, own_lane
 from liver_hpc.transport.nccl_log import Chosen, NcclLog
-from liver_hpc.world import gloo_sockets
 from liver_hpc.world.host_memory import pinned_memory, plain_memory
 
 log = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ def open_device(local_rank: int) -> Device:
         torch.cuda.set_device(device)
         return Device(device)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    from liver_hpc.world import cpu_shim, gloo_waits
+    from liver_hpc.world import cpu_shim
 
     cpu_shim.install()
     gloo_waits.install()

@@ -21,7 +21,7 @@ from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from liver_hpc.world import gloo_sockets, gloo_waits
+from liver_hpc.transport import gloo_sockets, gloo_waits
 from liver_hpc.world.device import Device, Network
 
 # Any: torch's stubs know few of these names, and some wrongly.

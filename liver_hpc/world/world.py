@@ -29,11 +29,11 @@ from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.layout.ramp import samples_before, schedule_steps
 from liver_hpc.protocol.messages import ScalarState
 from liver_hpc.recipes.base import Recipe
+from liver_hpc.transport import gloo_waits
 from liver_hpc.world import (
     buffers,
     dropout,
     experts,
-    gloo_waits,
     megatron,
     metrics,
     optimizer,
@@ -107,7 +107,7 @@ def derivation_of(recipe: Recipe, worker: int) -> Derivation:
 
 
 def _in_its_groups(method: Callable[P, R]) -> Callable[P, R]:
-    """Of a world: what waits in its groups ends with them (world/gloo_waits.py)."""
+    """Of a world: what waits in its groups ends with them (transport/gloo_waits.py)."""
 
     @wraps(method)
     def collective(*args: P.args, **kwargs: P.kwargs) -> R:

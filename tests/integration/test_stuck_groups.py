@@ -69,8 +69,8 @@ def _lose_the_peer(process: WorkerProcess, wants: str) -> float:
     import torch
 
     from liver_hpc.clock import Deadline, SystemClock
+    from liver_hpc.transport import gloo_waits
     from liver_hpc.transport.wire import GlooWire, Parcel
-    from liver_hpc.world import gloo_waits
     from liver_hpc.world.groups import GroupBook
 
     book = GroupBook(1, process.worker, process.device)
@@ -120,7 +120,7 @@ def _wait_for_what_gloo_forgot(process: WorkerProcess) -> tuple[float, float]:
     waited in a collective, and closed its groups."""
     import torch
 
-    from liver_hpc.world import gloo_sockets, gloo_waits
+    from liver_hpc.transport import gloo_sockets, gloo_waits
     from liver_hpc.world.groups import GroupBook
 
     book = GroupBook(1, process.worker, process.device)

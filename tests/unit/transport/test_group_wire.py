@@ -11,8 +11,8 @@ from torch._C._distributed_c10d import OpType
 
 from liver_hpc.clock import Deadline, FakeClock
 from liver_hpc.errors import DeadlineError, TransferError
+from liver_hpc.transport import gloo_waits
 from liver_hpc.transport.wire import Parcel, group_wire
-from liver_hpc.world import gloo_waits
 
 
 class _Broken:

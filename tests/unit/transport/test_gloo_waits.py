@@ -11,7 +11,7 @@ import pytest
 from torch._C._distributed_c10d import OpType
 
 from liver_hpc.errors import TransferError
-from liver_hpc.world import gloo_waits
+from liver_hpc.transport import gloo_waits
 
 SOON_S = 5.0
 

@@ -29,7 +29,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from liver_hpc.errors import TransferError
-from liver_hpc.world import gloo_waits
+from liver_hpc.transport import gloo_waits
 
 _DESCRIPTORS = "/proc/self/fd"
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
