@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 from zlib import crc32
 
 import torch
@@ -20,7 +19,6 @@ from liver_hpc.protocol.messages import HeldSnapshot
 from liver_hpc.snapshot.memory import Snapshot
 from liver_hpc.transport.wire import GlooWire, Parcel
 from liver_hpc.world.device import Network
-from liver_hpc.world.groups import end
 from liver_hpc.world.store import ControlStore
 
 _HOST = torch.device("cpu")
@@ -47,7 +45,6 @@ class Exchange:
         self.wards = tuple(rank for rank, partner in enumerate(of_rank) if partner == worker)
         self._by_rank = rank_map.workers
         self._wires: dict[int, GlooWire] = {}
-        self._backends: list[Any] = []
         self._closed = False
 
     @property
@@ -66,10 +63,10 @@ class Exchange:
             prefix = PrefixStore(f"{self._keys}/{pair[0]}-{pair[1]}", store)
             rank, who = pair.index(self._worker), f"worker {peer} to exchange snapshots with"
             backend = network.on_host().open_backend(prefix, rank, 2, limit_s, who)
-            self._backends.append(backend)
             ranks = {member: number for number, member in enumerate(pair)}
             self._wires[peer] = GlooWire(backend, ranks, _HOST)
             if self._closed:
+                self.close()
                 raise TransferError("the exchange of snapshots is closed")
 
     def swap(self, own: Snapshot, wards: Sequence[Snapshot], deadline: Deadline) -> None:
@@ -111,11 +108,8 @@ class Exchange:
     def close(self) -> None:
         """Ends what is under way, at both ends; from any thread."""
         self._closed = True
-        for backend in self._backends:
-            end(backend)
         for wire in [*self._wires.values()]:
             wire.close()
-        self._backends.clear()
 
 
 def in_order(pairs: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:

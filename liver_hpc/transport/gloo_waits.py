@@ -1,4 +1,4 @@
-"""Waits for gloo's operations that end when the operation never will.
+"""Waits for gloo's operations that fail, soon, where an operation will never end.
 
 When a connection fails, gloo tells those who wait for what it has in its lists: not who waits for
 the message that is being written or read in that moment, nor for one that its event loop has just
@@ -7,8 +7,9 @@ until the group's timeout. So a wait looks, every so often, whether gloo has clo
 of what it waits in: nothing can come any more then, and nothing reads or writes the operation's
 memory.
 
-torch waits for a collective for a while, and again. It breaks a whole group where it has waited for
-a message for a while, so another thread does that without an end.
+A collective is waited for in short waits, one after another. Not so a message: where a wait for one
+comes to its limit, gloo closes all connections of the group. So another thread waits for messages,
+without a limit, and the one that asks looks meanwhile.
 """
 
 from __future__ import annotations
@@ -117,7 +118,6 @@ def wait_for(work: Any, ended: Ended, timeout: timedelta = _WITHOUT_END) -> bool
 def keep(works: Sequence[Any], kept: Sequence[Any]) -> None:
     """Keeps backends until collectives that never end have come to the groups' timeout: a backend
     that goes earlier waits for gloo's threads, and all of Python with it."""
-
     quiet_thread(partial(_wait_out, works, kept), "gloo's timeout")
 
 
