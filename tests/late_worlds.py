@@ -73,7 +73,7 @@ class LateWorld:
         generation: int,
         device: LateDevice,
         *,
-        hollow: bool = False,
+        kept: Any = None,
     ) -> None:
         at = rank_map.coordinate_of(worker)
         assert at is not None

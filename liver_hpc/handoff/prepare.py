@@ -25,6 +25,7 @@ from liver_hpc.world.groups import GroupBook
 from liver_hpc.world.hollow import hollow
 from liver_hpc.world.store import ControlStore
 from liver_hpc.world.take_over import Taken, take_over
+from liver_hpc.world.untouched import Kept
 from liver_hpc.world.world import World
 
 GIB = 2**30
@@ -71,7 +72,8 @@ def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target
         if session.is_target:
             _check_room(session)
             seat = (session.target, worker, session.generation)
-            world = World(context.recipe, *seat, device, hollow=session.is_hollow)
+            kept = Kept() if session.is_hollow else None
+            world = World(context.recipe, *seat, device, kept=kept)
             lap("build")
             if handoff.warm_up and not session.is_hollow:  # which has nothing to rehearse in
                 session.check()
@@ -88,11 +90,11 @@ def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target
         plan = replace(plan, local=tuple(move for move in plan.local if not taken.has(move)))
         lap("plan")
         store = session.open_store()
-        kept = 0
+        kept_groups = 0
         if world is not None:
             keeps = handoff.keep_groups and source_world is not None
             previous = source_world.book if keeps and source_world is not None else None
-            kept = connect_groups(context, world, store, previous, session.check)
+            kept_groups = connect_groups(context, world, store, previous, session.check)
         wire = _open_wire(session, store, lane)
         lap("connect")
         transport = Transport(wire, spec, handoff)
@@ -115,7 +117,7 @@ def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target
     finally:
         if session.store is not None:
             session.store.close()
-    return Target(world, parts, transport, device, kept, timings_s)
+    return Target(world, parts, transport, device, kept_groups, timings_s)
 
 
 def _check_room(session: Session) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from liver_hpc.clock import Deadline, SystemClock
-from liver_hpc.errors import DeadlineError, LiverError
+from liver_hpc.clock import Deadline
+from liver_hpc.errors import LiverError
 from liver_hpc.host.process import quiet_thread
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol.messages import (
@@ -29,8 +29,6 @@ from liver_hpc.world.world import World
 
 MOVING_ENDS_S = 10.0
 """How long the thread that moves optimizer state may take to see that its transport is closed."""
-DEVICE_ENDS_S = 10.0
-"""How long the device may take to come to the end of what has been aborted."""
 
 SessionMessage = Arm | Boundary | Verdict | Abort | Resume | Halt
 
@@ -78,7 +76,7 @@ class Target:
 
     def drop(self) -> bool:
         """Frees everything, because the attempt is off. Takes up to MOVING_ENDS_S and, where the
-        device still computes the target's first step, DEVICE_ENDS_S. False where something may
+        device still computes the target's first step, ABORTED_ENDS_S. False where something may
         still write to the state's memory, which is not freed then."""
         self.drop_transfer()
         if self.moving is not None:
@@ -87,20 +85,10 @@ class Target:
         if world is None:
             return True
         moves = self.moving is not None and self.moving.is_alive()
-        if moves or not self._device_ended():
+        if moves or not self.device.aborted_has_ended():
             world.abandon()
             return False
         world.close()
-        return True
-
-    def _device_ended(self) -> bool:
-        """Waits for the end of what the calling thread has launched."""
-        try:
-            self.device.finish(Deadline.after(SystemClock(), DEVICE_ENDS_S, "what was aborted"))
-        except DeadlineError:
-            return False
-        except RuntimeError:
-            return True  # it failed, and so it has ended
         return True
 
 

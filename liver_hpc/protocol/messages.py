@@ -406,7 +406,8 @@ class Begin(_OfWorld, type="begin"):
 
 
 class Proceed(_OfWorld, type="proceed"):
-    """What all workers have restored, or filled from snapshots, equals what was saved: train."""
+    """What all workers have restored, or filled from snapshots, equals what was saved: train; or,
+    without a seat, stay for the snapshots that there are."""
 
 
 class Halt(_OfWorld, type="halt"):
@@ -421,8 +422,8 @@ class Refill(_OfWorld, type="refill"):
 
     holders: by rank of that world, who gives its snapshot. known: how many steps are known to be
     done; the first holder tells again of those before the boundary that are not. evaluate: the
-    evaluation that is due at that boundary was not done. Answered with Refilled, after which a
-    worker with a seat waits for Proceed.
+    evaluation that is due at that boundary was not done. Answered with Refilled by all of them,
+    who then wait for Proceed.
     """
 
     rank_map: WireRankMap

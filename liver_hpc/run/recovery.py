@@ -216,7 +216,7 @@ class Recoveries:
         if found := difference(now.salvage, rank_map, now.refilled):
             self._give_up(f"the world is not what the snapshots were: {found}")
             return
-        self._agents.send(rank_map.workers, m.Proceed(generation=target.generation))
+        self._agents.send(now.involved, m.Proceed(generation=target.generation))
         known, step = self._handoffs.steps_done, now.salvage.scalars.step
         if known < step:
             self._out.append(a.Note(f"nobody has told of steps {known} to {step - 1}"))

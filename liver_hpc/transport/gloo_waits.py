@@ -32,7 +32,7 @@ from liver_hpc.host.process import quiet_thread
 _native: Any = importlib.import_module("torch._C._distributed_c10d")
 _plain_wait: Any = _native.Work.wait
 
-_LOOK_S = 0.5
+_LOOK_S = 0.1
 _LOOK = timedelta(seconds=_LOOK_S)
 _WITHOUT_END = timedelta(0)
 """As torch has it: until the group's timeout."""

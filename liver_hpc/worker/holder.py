@@ -10,14 +10,16 @@ from liver_hpc.checkpoint.saving import Saving
 from liver_hpc.clock import Deadline
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.handoff.prepare import connect_groups
-from liver_hpc.handoff.session import DEVICE_ENDS_S, Session, WorldHalted
+from liver_hpc.handoff.session import Session, WorldHalted
 from liver_hpc.host.process import quiet_thread
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol import messages as m
 from liver_hpc.snapshot.keeping import Snapshots
 from liver_hpc.worker.ranks import PLACE_VARIABLE, rank_environment
 from liver_hpc.worker.refilling import Refilling
+from liver_hpc.world import hollow
 from liver_hpc.world.context import WorkerContext
+from liver_hpc.world.untouched import Kept
 from liver_hpc.world.world import World
 
 _REMEMBERED = 1024
@@ -52,6 +54,7 @@ class WorldHolder:
         # Set while there is a world to hand off from: neither in `begin` nor in a rebuild.
         self._stands = threading.Event()
         self._making: World | None = None  # that is not connected, filled or committed yet
+        self._kept = Kept()  # memory of what was let go
         self._refilling: Refilling | None = None
         self._halting = -1  # the newest generation that the coordinator wants let go
         self._told_to_halt = threading.Event()
@@ -75,12 +78,15 @@ class WorldHolder:
             slurm = context.config.cluster.kind == "slurm"
             os.environ.update(rank_environment(rank_map, context.worker, place, slurm))
 
-    def _build(self, rank_map: RankMap, generation: int) -> World:
+    def _build(self, rank_map: RankMap, generation: int, kept: Kept | None = None) -> World:
+        """A connected world. kept: has memory for one that is filled at once, in the place of
+        another one; it is not rehearsed, as nothing trains that it could be rehearsed beside."""
         context = self._context
         self._tell_ranks(rank_map)
-        world = World(context.recipe, rank_map, context.worker, generation, context.device)
+        seat = (rank_map, context.worker, generation)
+        world = World(context.recipe, *seat, context.device, kept=kept)
         self._making = world
-        if context.config.handoff.warm_up:
+        if context.config.handoff.warm_up and kept is None:
             world.warm_up(again=context.config.handoff.warm_up_again)
         store = context.open_store()
         try:
@@ -121,7 +127,7 @@ class WorldHolder:
     def refill(self, message: m.Refill) -> None:
         """Builds and fills the world that takes the place of one that has lost a worker. Collective
         over all that have a seat in it, or give a snapshot. Raises LeftWorld where this one has no
-        seat, once it has given what it is to; whatever else it raises calls for `let_go`."""
+        seat, once all have what it was to give; whatever else it raises calls for `let_go`."""
         context, generation = self._context, message.generation
         self._refilling = refilling = Refilling(context, message)
         self.proceed.clear()
@@ -131,7 +137,8 @@ class WorldHolder:
         if context.worker not in (*rank_map.workers, *message.holders):
             raise LeftWorld(f"no seat in {rank_map}", generation)
         if context.worker in rank_map.workers:
-            world = self._build(rank_map, generation)
+            world = self._build(rank_map, generation, self._kept)
+        self._kept = Kept()
         held = self._snapshots.state(
             context.recipe.spec,
             message.saved_generation,
@@ -139,17 +146,17 @@ class WorldHolder:
             None if world is None else world.state,
         )
         context.send(refilling.run(world, held))
-        if world is None:
-            raise LeftWorld(f"no seat in {rank_map}", generation)
         limits = self._limits
         limit_s = limits.prepare_s + limits.transfer_s
         if not self.proceed.wait(limit_s):
             raise DeadlineError(f"waited {limit_s:g} s for all workers to fill {rank_map}")
         self._check_halt()
-        self.step = message.scalars.step
-        self._owes_evaluation = message.evaluate
         refilling.close()
         self._refilling = None
+        if world is None:
+            raise LeftWorld(f"no seat in {rank_map}", generation)
+        self.step = message.scalars.step
+        self._owes_evaluation = message.evaluate
         self._stand(world)
 
     def halt(self, message: m.Halt) -> None:
@@ -214,6 +221,7 @@ class WorldHolder:
         if self._context.config.snapshots.every_steps is None:
             return False
         self._refilling = None
+        self._kept = Kept()
         limit_s = self._limits.boundary_s + self._limits.word_s
         self._await_halt(generation, limit_s, f"snapshots in generation {generation}")
         self._snapshots.halt()
@@ -232,7 +240,8 @@ class WorldHolder:
         self._context.send(m.Halted(worker=worker, generation=self._halting, held=held))
 
     def _clear_all(self) -> None:
-        """Frees all that there was of worlds, but what a device may still write to."""
+        """Frees all that there was of worlds, but what a device may still write to; on a CPU the
+        next one is to have the memory, on others torch has it."""
         session, self.session = self.session, None
         self._stands.clear()
         if session is not None:
@@ -242,17 +251,13 @@ class WorldHolder:
                 session.prepared.drop()
         worlds = {id(world): world for world in (self._world, self._making) if world is not None}
         self._world = self._making = self._refilling = None
-        ended = Deadline.after(self._context.clock, DEVICE_ENDS_S, "what was aborted")
-        still = False
-        try:
-            self._context.device.finish(ended)
-        except DeadlineError:
-            still = True
-        except RuntimeError:
-            pass  # it failed, and so it has ended
-        for world in worlds.values():
-            if still:
-                world.abandon()
-            else:
+        device = self._context.device
+        if not device.late:
+            self._kept = hollow.let_go(worlds.values())
+        elif device.aborted_has_ended():
+            for world in worlds.values():
                 world.close()
-        self._context.device.return_free_memory()
+        else:
+            for world in worlds.values():
+                world.abandon()
+        device.return_free_memory()

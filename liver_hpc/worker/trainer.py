@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.worker.holder import LeftWorld, WorldHolder
 from liver_hpc.world.context import FAILURES, WorkerContext
 from liver_hpc.world.state import WorldState
+from liver_hpc.world.untouched import Kept
 from liver_hpc.world.world import Flags, StepResult, World
 
 log = logging.getLogger(__name__)
@@ -137,10 +140,9 @@ class Trainer(WorldHolder):
             world = self._world
             assert world is not None, "train without a world"
             started_s = self._step_begins_s
-            verifying = self._verify_if_due(world)
-            self._snapshots.begin(world, self.step)
-            gradients = world.forward_backward(self.step)
-            self._verified(world, verifying)
+            with self._verification(world):
+                self._snapshots.begin(world, self.step)
+                gradients = world.forward_backward(self.step)
             self._snapshots.taken()
             self._saving.taken()
             update = world.update(self.step)
@@ -177,25 +179,26 @@ class Trainer(WorldHolder):
         self._saving.finish(self._limits.boundary_s / 2)
         self._context.send(m.Finished(worker=self._context.worker, step=self.step))
 
-    def _verify_if_due(self, world: World) -> Beside[tuple[m.ClassDigest, ...]] | None:
-        """Begins to digest the state where it is due after the steps that are done. Until the next
-        update the state stands still."""
-        every = self._context.config.train.verify_every_steps
+    @contextlib.contextmanager
+    def _verification(self, world: World) -> Iterator[None]:
+        """Encloses forward and backward: where it is due after the steps that are done, the state
+        is digested meanwhile, and the coordinator told at the end, before it changes."""
+        context, every = self._context, self._context.config.train.verify_every_steps
         if every is None or self.step == 0 or self.step % every:
-            return None
+            yield
+            return
         world.settle()
         kinds, state = world.recipe.spec.kinds, world.state
-        return Beside(
-            "verification", lambda: state.digests(kinds, buffers=False), self._context.device
+        verifying = Beside(
+            "verification", lambda: state.digests(kinds, buffers=False), context.device
         )
-
-    def _verified(self, world: World, verifying: Beside[tuple[m.ClassDigest, ...]] | None) -> None:
-        """Tells the coordinator the digests, before the state changes."""
-        if verifying is None:
-            return
-        context = self._context
         limit_s = context.config.deadlines.collective_s
         deadline = Deadline.after(context.clock, limit_s, "the digests of the state")
+        try:
+            yield
+        except BaseException:
+            verifying.join(deadline.remaining_s())  # the state's memory may be freed next
+            raise
         context.send(
             m.Verified(
                 worker=context.worker,
@@ -417,7 +420,7 @@ class Trainer(WorldHolder):
         self, rank_map: RankMap, generation: int, held: WorldState, scalars: m.ScalarState
     ) -> None:
         """Builds the source layout again on fresh groups, filled from what this worker holds."""
-        world = self._build(rank_map, generation)
+        world = self._build(rank_map, generation, Kept())
         for kind in world.recipe.spec.kinds:
             for index, box in held.boxes(kind):
                 world.state.view(kind, index, box).copy_(held.view(kind, index, box))

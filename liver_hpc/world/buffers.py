@@ -46,8 +46,3 @@ def all_buffers(modules: Iterable[Any]) -> list[BufferPlace]:
         if buffer is not None
     ]
     return list({id(place.tensor): place for place in places}.values())
-
-
-def buffer_places(modules: Iterable[Any], tensor: torch.Tensor) -> list[BufferPlace]:
-    """Where modules have a tensor as a buffer; empty for a parameter."""
-    return [place for place in all_buffers(modules) if place.tensor is tensor]

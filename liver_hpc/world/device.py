@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.cluster.network import GLOO_INTERFACE, NCCL_LOG
+from liver_hpc.errors import DeadlineError
 from liver_hpc.host.interfaces import interface_addresses, interface_holding
 from liver_hpc.transport import gloo_sockets, gloo_waits
 from liver_hpc.transport.lane import Lane, new_lane, own_lane
@@ -51,6 +52,9 @@ _HOST_ID = "NCCL_HOSTID"
 """NCCL takes ranks for processes of one host where this is the same for them."""
 _INIT_LIMIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 """The seconds after which torch gives up a communicator that does not come to be."""
+
+
+ABORTED_ENDS_S = 10.0
 
 
 class Room(NamedTuple):
@@ -97,6 +101,18 @@ class Device:
         Raises DeadlineError; RuntimeError where that work failed.
         """
         own_lane(self.torch_device).finish(deadline)
+
+    def aborted_has_ended(self) -> bool:
+        """Waits, after an abort, until the device has done all that the calling thread has
+        launched, or failed in it. False where that takes longer than ABORTED_ENDS_S."""
+        clock = SystemClock()
+        try:
+            self.finish(Deadline.after(clock, ABORTED_ENDS_S, "what was aborted"))
+        except DeadlineError:
+            return False
+        except RuntimeError:
+            return True
+        return True
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         """[num_bytes] of uint8 on the host, with which the device exchanges bytes in a lane, beside

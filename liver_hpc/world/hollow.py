@@ -1,4 +1,5 @@
-"""A world's memory, kind by kind: a world that is built beside another one has none at first.
+"""A world's memory, kind by kind: a world that is built beside another one has none at first, one
+that takes the place of another one may have what that had.
 
 Parameters and gradients lie in Megatron's buffers, optimizer state in a tensor a shard. All of them
 are views of storages, which give their memory back and get it again without anybody who refers to
@@ -13,6 +14,7 @@ import torch
 
 from liver_hpc.layout.memory import GRADIENT
 from liver_hpc.layout.tensors import PARAMETER
+from liver_hpc.world.untouched import Kept
 from liver_hpc.world.world import World
 
 
@@ -41,6 +43,17 @@ def allocate(world: World, kinds: Iterable[str]) -> None:
             if storage.nbytes() < reach:
                 storage.resize_(reach)
                 torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
+
+
+def let_go(worlds: Iterable[World]) -> Kept:
+    """Closes worlds; their memory is kept for the next one."""
+    held: list[torch.Tensor] = []
+    for world in worlds:
+        kinds = (GRADIENT, *world.recipe.spec.kinds)
+        mine = [tensor for kind in kinds for tensor in _tensors(world, kind)]
+        world.close(frozenset(tensor.untyped_storage().data_ptr() for tensor in mine))
+        held += mine
+    return Kept(held)
 
 
 def _tensors(world: World, kind: str) -> Iterator[torch.Tensor]:

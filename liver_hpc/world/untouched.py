@@ -1,8 +1,10 @@
-"""Memory that is allocated and not written to: on a CPU no page of it ever exists."""
+"""Memory that is allocated and not written to: on a CPU no page of it ever exists, or it is that of
+a world that was let go, whose pages are there already."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,10 +20,35 @@ _EMPTY = {
 }
 """What stands for an operation that makes a tensor: the same one without values."""
 _WRITES = {_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar}
+_MAKES = {_aten.empty.memory_format, _aten.empty_like.default}
+
+
+class Kept:
+    """Memory that tensors of the same size and type may have instead of new one, each once. On a
+    CPU: what is new comes page by page, which takes longer than to fill it."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        self._free: dict[tuple[torch.dtype, int], list[torch.UntypedStorage]] = defaultdict(list)
+        by_address = {each.untyped_storage().data_ptr(): each for each in tensors}
+        for tensor in by_address.values():
+            storage = tensor.untyped_storage()
+            self._free[tensor.dtype, storage.nbytes()].append(storage)
+
+    def instead_of(self, made: torch.Tensor) -> torch.Tensor:
+        """A tensor that has just been made, in memory that was kept where there is some."""
+        storages = self._free[made.dtype, made.untyped_storage().nbytes()]
+        if not storages:
+            return made
+        there = made.new_empty(0)
+        return there.set_(storages.pop(), 0, made.shape, made.stride())
 
 
 class _Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Floating-point tensors of more than one element get no values."""
+
+    def __init__(self, kept: Kept) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept = kept
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -34,8 +61,9 @@ class _Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _is_state(args[0]) if isinstance(args[0], torch.Tensor) else _is_floating(kwargs)
         ):
             kwargs.pop("non_blocking", None)
-            return stand_in(*args, **kwargs)
-        return operation(*args, **kwargs)
+            operation = stand_in
+        made = operation(*args, **kwargs)
+        return self._kept.instead_of(made) if operation in _MAKES and _is_state(made) else made
 
 
 def _is_state(tensor: torch.Tensor) -> bool:
@@ -47,8 +75,8 @@ def _is_floating(kwargs: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def untouched() -> Iterator[None]:
+def untouched(kept: Kept | None = None) -> Iterator[None]:
     """What is allocated on this thread is not written to; for buffers of parameters and gradients,
-    and optimizer state, whose values come later."""
-    with _Untouched():  # type: ignore[no-untyped-call]
+    and optimizer state, whose values come later. kept: has memory for it."""
+    with _Untouched(kept or Kept()):
         yield

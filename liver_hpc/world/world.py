@@ -50,7 +50,7 @@ from liver_hpc.world.read_ahead import ReadAhead
 from liver_hpc.world.rehearsed import Shapes
 from liver_hpc.world.state import HeldTensor, WorldState
 from liver_hpc.world.thread import MicroBatch
-from liver_hpc.world.untouched import untouched
+from liver_hpc.world.untouched import Kept, untouched
 from liver_hpc.world.verified import verified_tensors
 
 P = ParamSpec("P")
@@ -126,10 +126,11 @@ class World:
     is not what the run's spec says, or has state that is not moved, ConfigError for a layout that
     the spec does not know.
 
-    hollow: nothing is written to the memory of its state and gradients, so that it can be given
-    back at once (world/hollow.py). tensors: parameters and persistent buffers by tensor index.
-    taken: the memory that it has from another world which still stands (world/take_over.py), by
-    address. forward_times: what its forward passes take on this worker.
+    kept: nothing is written to the memory of its state and gradients, some of which this may have:
+    values come later, or it is given back at once (world/hollow.py). tensors: parameters and
+    persistent buffers by tensor index. taken: the memory that it has from another world which still
+    stands (world/take_over.py), by address. forward_times: what its forward passes take on this
+    worker.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class World:
         generation: int,
         device: Device,
         *,
-        hollow: bool = False,
+        kept: Kept | None = None,
     ) -> None:
         at = rank_map.coordinate_of(worker)
         if at is None:
@@ -161,7 +162,8 @@ class World:
         self._next: tuple[int, list[MicroBatch]] = (-1, [])  # a step, and what it computes
         gathers = recipe.config.train.overlap_param_gather
         self.forward_times = new_timer(device.torch_device, skips_first=gathers)
-        self._allocating = untouched if hollow else nullcontext
+        self._allocating = nullcontext if kept is None else partial(untouched, kept)
+        self._gradients_are_clear = kept is None  # as megatron allocates them
         self.book = GroupBook(generation, worker, device)
         try:
             self._build()
@@ -185,7 +187,6 @@ class World:
             optimizer.create_state(self.optimizers)
         self._scheduler = optimizer.build_scheduler(self.recipe, self.optimizer)
         self._schedule = self._build_schedule()
-        self._gradients_are_clear = True  # as megatron allocates them
         self._metrics: tuple[str, ...] = ()  # names that all workers know
         self.refresh_state()
 
@@ -204,10 +205,11 @@ class World:
         self.tensors = verified_tensors(recipe.spec, layout, at, built, groups, frame)
         for index, tensor in self.tensors.items():
             megatron.mark_tensor_parallel(tensor, recipe.spec.tensors[index])
+        places = {id(place.tensor): place for place in buffers.all_buffers(built)}
         self._buffers = {
-            index: where
+            index: places[id(tensor)]
             for index, tensor in self.tensors.items()
-            for where in buffers.buffer_places(built, tensor)
+            if id(tensor) in places
         }
         train = recipe.config.train
         options = DistributedDataParallelConfig(
@@ -296,19 +298,20 @@ class World:
     def close(self, spared: frozenset[int] = frozenset()) -> None:
         """Frees memory and forgets the groups. The world must not be used any more.
 
-        spared: memory that another world has taken over, see `taken`.
+        spared: memory that another world has taken over, see `taken`, or is to have.
         """
-        self.abandon().release(self.taken | spared)
+        self.abandon(spared).release(self.taken | spared)
 
-    def abandon(self) -> WorldState:
-        """Forgets the groups and everything else but the state's tensors, and returns those.
+    def abandon(self, spared: frozenset[int] = frozenset()) -> WorldState:
+        """Forgets the groups and everything else but the state's tensors, and returns those; of the
+        gradients only what is `spared` stays, as `close` has it.
 
         The world must not be used any more. Peers that are blocked in a collective of one of its
         groups fail promptly, because nothing here holds the group's connections any longer.
         """
         self._ahead.close()
         self._end_reductions()
-        _free_gradients(self.chunks)
+        _free_gradients(self.chunks, spared)
         forget(self.chunks, self.groups)
         self.book.close()
         self.groups = self.optimizer = None
@@ -569,7 +572,9 @@ class World:
                 held["step"] = scalars.optimizer_step
 
 
-def _free_gradients(chunks: list[Any]) -> None:
+def _free_gradients(chunks: list[Any], spared: frozenset[int]) -> None:
     for chunk in chunks:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-            buffer.grad_data.untyped_storage().resize_(0)
+            storage = buffer.grad_data.untyped_storage()
+            if storage.data_ptr() not in spared:
+                storage.resize_(0)

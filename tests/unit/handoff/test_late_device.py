@@ -17,12 +17,12 @@ from liver_hpc.errors import DeadlineError
 from liver_hpc.handoff import prepare
 from liver_hpc.handoff.beside import Beside
 from liver_hpc.handoff.crossing import Crossing
-from liver_hpc.handoff.session import Session, Target
+from liver_hpc.handoff.session import Session
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol import messages as m
 from liver_hpc.transport import wire
 from liver_hpc.worker.trainer import Trainer
-from liver_hpc.world.device import Network, Room
+from liver_hpc.world.device import Device, Network, Room
 from tests.late_device import LateDevice, LateNetwork, Machines
 from tests.late_worlds import ANSWER_S, LateRun, LateWorld, late_worlds
 
@@ -340,7 +340,7 @@ def test_memory_is_freed_once_the_device_has_let_it_go(
     waits: bool, run: LateRun, without: Any
 ) -> None:
     if not waits:
-        without(Target, "_device_ended", "self.device.finish(", "str(")
+        without(Device, "aborted_has_ended", "self.finish(", "str(")
     LateWorld.breaks = frozenset({1})
     run.begin()
     assert run.hand_off(MOVED).outcome == "aborted"

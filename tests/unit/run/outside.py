@@ -76,7 +76,7 @@ class PlayedWorker(WorkerScript):
             case m.Begin():
                 super()._answer(message)
                 return self._begun(message)
-            case m.Proceed():
+            case m.Proceed() if self.doing != "leaving":
                 self.doing = "training"
             case m.Halt():
                 return self._halted(message)

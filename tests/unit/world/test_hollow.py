@@ -12,6 +12,7 @@ import torch
 from liver_hpc.layout.memory import GRADIENT
 from liver_hpc.layout.tensors import EXP_AVG, EXP_AVG_SQ, MAIN, PARAMETER, ModelSpec, TensorSpec
 from liver_hpc.world import hollow
+from liver_hpc.world.untouched import untouched
 
 TENSORS = (
     TensorSpec("trained", (4, 4), None),
@@ -122,3 +123,20 @@ def test_memory_that_is_there_keeps_its_values(world: Any) -> None:
     hollow.allocate(world, (GRADIENT, *world.recipe.spec.kinds))
     assert world.buffers[0].grad_data.all()
     assert world.optimizer[0][EXP_AVG_SQ].all()
+
+
+def test_worlds_that_are_let_go_leave_their_memory_to_the_next_one(world: Any) -> None:
+    """But what lies in none of a kind's tensors, as the model's buffers."""
+    held = [buffer.param_data for buffer in world.buffers]
+    spec, closed = world.recipe.spec, []
+    world.close = closed.append
+    with untouched(hollow.let_go([world])):
+        made = [torch.zeros(20, dtype=held[0].dtype) for _ in range(4)]
+        moments = [torch.empty(16).zero_() for _ in range(6)]
+    found = {tensor.data_ptr() for tensor in (*made, *moments)}
+    assert {tensor.data_ptr() for tensor in held} < found
+    for kind in spec.optimizer_kinds:
+        assert {state[kind].untyped_storage().data_ptr() for state in world.optimizer} < found
+    (spared,) = closed
+    assert {tensor.data_ptr() for tensor in held} < spared
+    assert world.tensors[3].data_ptr() not in spared

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from liver_hpc.world.untouched import untouched
+from liver_hpc.world.untouched import Kept, untouched
 
 LARGE = 16 * 2**20
 """Elements, of 4 bytes: more than the heap keeps."""
@@ -84,3 +84,29 @@ def test_it_ends_with_an_error_too() -> None:
     with pytest.raises(ValueError, match="of the caller"), untouched():
         raise ValueError("of the caller")
     assert torch.zeros(8).copy_(torch.ones(8)).tolist() == [1.0] * 8
+
+
+def test_what_was_kept_is_used_once_where_size_and_type_are_the_same() -> None:
+    first, second = torch.full((6,), 1.0), torch.full((2, 3), 2.0)
+    other, view = torch.zeros(6, dtype=torch.bfloat16), first[2:]
+    like = torch.ones(6)
+    with untouched(Kept([first, view, second, other])):
+        made = [torch.zeros(3, 2), torch.empty_like(like), torch.zeros(6)]
+        larger, low = torch.zeros(8), torch.zeros(6).bfloat16()
+    addresses = [tensor.data_ptr() for tensor in made]
+    assert {first.data_ptr(), second.data_ptr()} < {*addresses}
+    assert len({*addresses}) == 3
+    assert made[0].shape == (3, 2)
+    assert low.data_ptr() == other.data_ptr()
+    assert larger.untyped_storage().nbytes() == 32
+    assert sorted(first.tolist() + second.flatten().tolist()) == 6 * [1.0] + 6 * [2.0]
+
+
+def test_what_was_kept_and_not_used_is_freed() -> None:
+    before = resident_bytes()
+    kept = Kept([torch.ones(LARGE), torch.ones(2 * LARGE)])
+    with untouched(kept):
+        used = torch.zeros(LARGE)
+    del kept
+    assert 3 * LARGE < resident_bytes() - before < 5 * LARGE
+    assert used[0] == 1.0
