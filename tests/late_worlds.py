@@ -426,7 +426,7 @@ def late_worlds(monkeypatch: pytest.MonkeyPatch, machines: Machines) -> Iterator
         monkeypatch.setattr(f"{module}.World", LateWorld)
     monkeypatch.setattr(WorldState, "release", _free)
     monkeypatch.setattr("liver_hpc.checkpoint.saving.save", _saved)
-    monkeypatch.setattr("liver_hpc.handoff.prepare.hollow", lambda _world: None)
+    monkeypatch.setattr("liver_hpc.world.hollow.hollow", lambda _world: None)
     monkeypatch.setattr("liver_hpc.world.hollow.free", _free_kinds)
     monkeypatch.setattr("liver_hpc.world.hollow.allocate", lambda _world, _kinds: None)
     monkeypatch.setattr("liver_hpc.world.groups.Group", LateGroup)

@@ -328,7 +328,8 @@ class Coordinator:
     def _look_at_the_silent(self) -> None:
         """A machine may vanish without closing its sockets."""
         limit_s = self._config.deadlines.heartbeat_s
-        silent = self._registry.silent(max(limit_s - TICK_S, TICK_S))
+        # A look comes after a tick, or when the inbox is empty: up to two ticks late.
+        silent = self._registry.silent(max(limit_s - 2 * TICK_S, TICK_S))
         self._agents.silent = {peer for peer in silent if isinstance(peer, str)}
         for peer in silent:
             reason = f"silent for {limit_s:g} s"

@@ -13,16 +13,16 @@ from liver_hpc.clock import Deadline
 from liver_hpc.errors import LiverError
 from liver_hpc.handoff.session import Session, Target
 from liver_hpc.layout.coordinates import RankMap
-from liver_hpc.layout.memory import bytes_by_receiver, move_bytes, worker_bytes
+from liver_hpc.layout.memory import GRADIENT, bytes_by_receiver, move_bytes, worker_bytes
 from liver_hpc.layout.plan import transfer_plan
 from liver_hpc.layout.tensors import PARAMETER, Move, TransferPlan
 from liver_hpc.protocol.messages import Prepared, Transports
 from liver_hpc.transport.lane import Lane
 from liver_hpc.transport.stream import Transport
 from liver_hpc.transport.wire import Wire, group_wire
+from liver_hpc.world import hollow, rehearsed
 from liver_hpc.world.context import WorkerContext
 from liver_hpc.world.groups import GroupBook
-from liver_hpc.world.hollow import hollow
 from liver_hpc.world.store import ControlStore
 from liver_hpc.world.take_over import Taken, take_over
 from liver_hpc.world.untouched import Kept
@@ -59,6 +59,7 @@ def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target
     handoff, limits = context.config.handoff, context.config.limits
     timings_s: dict[str, float] = {}
     worker, device = context.worker, context.device
+    rehearses = not session.is_hollow and rehearsed.wanted(handoff, device.torch_device)
     world, wire, transport = None, None, None
 
     def lap(name: str) -> None:
@@ -72,10 +73,10 @@ def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target
         if session.is_target:
             _check_room(session)
             seat = (session.target, worker, session.generation)
-            kept = Kept() if session.is_hollow else None
-            world = World(context.recipe, *seat, device, kept=kept)
+            # What is taken over is never written to, nor what comes to be at the boundary.
+            world = World(context.recipe, *seat, device, kept=None if rehearses else Kept())
             lap("build")
-            if handoff.warm_up and not session.is_hollow:  # which has nothing to rehearse in
+            if rehearses:
                 session.check()
                 world.warm_up(again=handoff.warm_up_again)
             lap("warm_up")
@@ -83,9 +84,13 @@ def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target
         taken = Taken()
         if world is not None and source_world is not None and context.config.handoff.take_over:
             taken = take_over(world, source_world)
-        if world is not None and session.is_hollow:
-            hollow(world)
-            device.return_free_memory()
+        if world is not None and not rehearses:
+            hollow.hollow(world)
+            if session.is_hollow:
+                device.return_free_memory()
+            else:
+                hollow.allocate(world, (GRADIENT, *spec.kinds))
+        lap("memory")
         plan = transfer_plan(spec, session.source, session.target, worker)
         plan = replace(plan, local=tuple(move for move in plan.local if not taken.has(move)))
         lap("plan")

@@ -164,15 +164,14 @@ class Worker:
 
     def _rehearse(self, layout: Layout, stage: int) -> None:
         """Rehearses a step of a stage's first seat. Not collective: nobody has the other seats."""
-        again = self._config.handoff.warm_up_again
-        learnt = rehearsed.all_known(self._device.torch_device) and not again
-        if learnt or not self._config.handoff.warm_up:
+        handoff = self._config.handoff
+        if not rehearsed.wanted(handoff, self._device.torch_device):
             return
         seat = layout.rank(Coordinate(0, stage, 0))
         workers = (self._worker if rank == seat else -1 - rank for rank in range(layout.workers))
         rank_map = RankMap(layout, tuple(workers))
         world = World(self._recipe, rank_map, self._worker, generation=-1, device=self._device)
-        world.warm_up(again)
+        world.warm_up(handoff.warm_up_again)
         world.close()
         self._device.return_free_memory()
 

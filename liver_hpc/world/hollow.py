@@ -36,13 +36,20 @@ def free(world: World, kinds: Iterable[str], spared: Set[int] = frozenset()) -> 
 def allocate(world: World, kinds: Iterable[str]) -> None:
     """Gives kinds of state, or the gradients, the memory that they lack, all zeros."""
     for kind in kinds:
-        for tensor in _tensors(world, kind):
-            storage = tensor.untyped_storage()
-            # A kind's tensors may share one storage; each reaches as far into it as it reaches.
-            reach = (int(tensor.storage_offset()) + tensor.numel()) * tensor.element_size()
-            if storage.nbytes() < reach:
-                storage.resize_(reach)
-                torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
+        lacked = [_allocate(tensor) for tensor in _tensors(world, kind)]
+        if kind == GRADIENT:
+            world.gradients_are_clear = all(lacked)
+
+
+def _allocate(tensor: torch.Tensor) -> bool:
+    storage = tensor.untyped_storage()
+    # A kind's tensors may share one storage; each reaches as far into it as it reaches.
+    reach = (int(tensor.storage_offset()) + tensor.numel()) * tensor.element_size()
+    if storage.nbytes() >= reach:
+        return False
+    storage.resize_(reach)
+    torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
+    return True
 
 
 def let_go(worlds: Iterable[World]) -> Kept:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from liver_hpc.config.schema import HandoffSection
 from liver_hpc.layout.coordinates import Coordinate, Layout
 
 _rehearsed: set[Shapes] = set()
@@ -65,6 +66,11 @@ def remember_imports() -> None:
 def all_known(device: torch.device) -> bool:
     """Whether the process has nothing to learn from the rehearsal of any seat."""
     return device.type == "cpu" and (_all_imported or bool(_rehearsed))
+
+
+def wanted(handoff: HandoffSection, device: torch.device) -> bool:
+    """Whether some seat is to be rehearsed in this process."""
+    return handoff.warm_up and (handoff.warm_up_again or not all_known(device))
 
 
 def known(shapes: Shapes, device: torch.device) -> bool:

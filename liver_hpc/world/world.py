@@ -130,7 +130,7 @@ class World:
     values come later, or it is given back at once (world/hollow.py). tensors: parameters and
     persistent buffers by tensor index. taken: the memory that it has from another world which still
     stands (world/take_over.py), by address. forward_times: what its forward passes take on this
-    worker.
+    worker. gradients_are_clear: they are all zeros.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class World:
         gathers = recipe.config.train.overlap_param_gather
         self.forward_times = new_timer(device.torch_device, skips_first=gathers)
         self._allocating = nullcontext if kept is None else partial(untouched, kept)
-        self._gradients_are_clear = kept is None  # as megatron allocates them
+        self.gradients_are_clear = kept is None  # as megatron allocates them
         self.book = GroupBook(generation, worker, device)
         try:
             self._build()
@@ -283,7 +283,7 @@ class World:
     def _clear_gradients(self) -> None:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        self._gradients_are_clear = True
+        self.gradients_are_clear = True
 
     def _rehearse(self, micro_batches: int) -> None:
         kept = [(place, *place.copy()) for place in buffers.all_buffers(self.chunks)]
@@ -344,9 +344,9 @@ class World:
 
         most: how many micro-batches are computed at most; None: all.
         """
-        if not self._gradients_are_clear:
+        if not self.gradients_are_clear:
             self._clear_gradients()
-        self._gradients_are_clear = False
+        self.gradients_are_clear = False
         self.optimizer.zero_grad()
         if most is None:
             return self._compute(self._of_step(step))
