@@ -248,7 +248,9 @@ class WorldHolder:
             if session.preparing is not None:
                 session.preparing.join(self._limits.prepare_s)
             if session.prepared is not None:
-                session.prepared.drop()
+                if self._making is session.prepared.world:
+                    self._making = None
+                session.prepared.drop()  # but what is still written to
         worlds = {id(world): world for world in (self._world, self._making) if world is not None}
         self._world = self._making = self._refilling = None
         device = self._context.device

@@ -52,9 +52,8 @@ _HOST_ID = "NCCL_HOSTID"
 """NCCL takes ranks for processes of one host where this is the same for them."""
 _INIT_LIMIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 """The seconds after which torch gives up a communicator that does not come to be."""
-
-
 ABORTED_ENDS_S = 10.0
+"""How long the device may take to come to the end of what has been aborted."""
 
 
 class Room(NamedTuple):
