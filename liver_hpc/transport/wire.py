@@ -213,9 +213,9 @@ class _Started:
             limit = timedelta(milliseconds=1 + math.ceil(deadline.remaining_s() * 1000))
             gloo_waits.wait_for(work, self._ended, limit)
         except (RuntimeError, TransferError) as error:
-            raise _translated(error, self._parcels, deadline) from error
+            # Without the frames of its way here, which keep the handle as this one would.
+            raise _translated(error, self._parcels, deadline) from error.with_traceback(None)
         finally:
-            # Otherwise the frame in the error's traceback would keep it.
             del work
 
 

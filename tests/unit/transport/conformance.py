@@ -364,9 +364,6 @@ class TransportConformance(ABC):
     def test_a_peer_that_leaves_frees_those_that_wait_for_it(self) -> None:
         self.run(peer_leaves, 2)
 
-    # Over gloo not always: a plain group of torch's, as here, is not one whose connections are
-    # known, so that who waits for what gloo has forgotten waits until the group's timeout.
-    @pytest.mark.flaky(reruns=4)
     def test_a_failure_is_passed_on_to_those_who_wait_for_the_one_that_failed(self) -> None:
         self.run(third_party_is_freed, 3)
 
