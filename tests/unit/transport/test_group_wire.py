@@ -39,6 +39,40 @@ def test_an_error_in_starting_keeps_no_connection(is_send: bool) -> None:
     assert gone() is None
 
 
+class _Lost:
+    """A message whose connection breaks while it is waited for."""
+
+    def _get_op_type(self) -> int:
+        return int(OpType.RECV)
+
+    def wait(self, _limit: timedelta) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_an_error_in_waiting_keeps_no_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which holds the connections."""
+
+    def wait(work: _Lost, limit: timedelta) -> None:  # the thread drops this frame
+        work.wait(limit)
+
+    monkeypatch.setattr(gloo_waits, "_plain_wait", wait)
+    started: list[weakref.ref[_Lost]] = []
+
+    class Group(_Broken):
+        @staticmethod
+        def recv(_memory: list[torch.Tensor], _rank: int, _tag: int) -> _Lost:
+            work = _Lost()
+            started.append(weakref.ref(work))
+            return work
+
+    wire = group_wire(Group(), {0: 0, 1: 1}, torch.device("cpu"))
+    (pending,) = wire.launch([Parcel(1, 0, torch.zeros(16, dtype=torch.uint8), False)])
+    with pytest.raises(TransferError, match="worker 1: Connection closed") as failed:
+        pending.wait(Deadline.after(FakeClock(), 5.0, "the bytes"))
+    assert failed.value.__cause__ is not None
+    assert started[0]() is None
+
+
 class _Silent:
     """A group whose peer never answers. Like c10d's, a wait ends after whole milliseconds."""
 

@@ -101,6 +101,7 @@ def test_connections_stay_until_all_workers_hold_what_they_should(
 ) -> None:
     thread = keeper.refill_beside(refill_of(*seats))
     filling: Any = keeper._refilling
+    thread.join(0.2)
     assert thread.is_alive()
     assert not filling.closed
     keeper.proceed.set()
