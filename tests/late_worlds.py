@@ -424,6 +424,8 @@ def late_worlds(monkeypatch: pytest.MonkeyPatch, machines: Machines) -> Iterator
     monkeypatch.setattr(LateWorld, "breaks", frozenset())
     for module in ("liver_hpc.handoff.prepare", "liver_hpc.worker.holder"):
         monkeypatch.setattr(f"{module}.World", LateWorld)
+    # As on a GPU: what else this process has rehearsed says nothing about a seat.
+    monkeypatch.setattr("liver_hpc.world.rehearsed.all_known", lambda _device: False)
     monkeypatch.setattr(WorldState, "release", _free)
     monkeypatch.setattr("liver_hpc.checkpoint.saving.save", _saved)
     monkeypatch.setattr("liver_hpc.world.hollow.hollow", lambda _world: None)
