@@ -124,12 +124,14 @@ def _is_view(function: Any) -> bool:
 
 
 class Machines:
-    """The devices of all workers of a test. stopped: names of what is not to be done at all."""
+    """The devices of all workers of a test. stopped: names of what is not to be done at all.
+    threads: the workers."""
 
     def __init__(self, seed: int = 0, queues: int | None = None) -> None:
         self.stopped: set[str] = set()
         self.communicators: dict[str, _Communicator] = {}
         self.over = threading.Event()
+        self.threads: list[threading.Thread] = []
         self._queues = queues
         self._random = Random(seed)
         self._lock = threading.RLock()
@@ -142,6 +144,8 @@ class Machines:
     def stop(self) -> None:
         """Ends all waits; the test is over."""
         self.over.set()
+        for thread in self.threads:
+            thread.join(1.0)
 
     def add(self, device: LateDevice, lane: LateLane, work: Work) -> None:
         with self._lock:

@@ -300,6 +300,7 @@ class LateRun:
                 seat.error = error
 
         seat.thread = threading.Thread(target=train, daemon=True)
+        self.machines.threads.append(seat.thread)
         seat.thread.start()
         return seat
 
