@@ -52,8 +52,8 @@ Address = tuple[str, int]
 Ends = tuple[Address, Address]
 """Of a connection: this process's, the other side's."""
 
-_connections: WeakKeyDictionary[Any, list[Socket]] = WeakKeyDictionary()
-"""By backend."""
+_connections: WeakKeyDictionary[Any, dict[Socket, int]] = WeakKeyDictionary()
+"""By backend, with the rank of the member that each leads to."""
 
 
 class Watch:
@@ -79,17 +79,25 @@ class Watch:
         """
         listening = set(self._listeners.values())
         own = (sorted(listening), sorted(_connected(_sockets() - self._before).values()))
-        others = _told(store, rank, size, own, timeout)
+        others = _told(store, rank, size, own, timeout).items()
         for listener in self._listeners:  # to which all members have connected
             _lock(listener)
         ends = _connected(_sockets() - self._before)
-        theirs = {_address(each) for listens, _ in others for each in listens}
-        claimed = {(_address(far), _address(near)) for _, told in others for near, far in told}
-        found: list[Socket] = []
+        theirs = {_address(each) for _, (listens, _) in others for each in listens}
+        claimed = {
+            (_address(far), _address(near)): other
+            for other, (_, told) in others
+            for near, far in told
+        }
+        found: dict[Socket, int] = {}
         strangers: list[Socket] = []
         for each, (near, far) in ends.items():
-            if near in listening or far in theirs:
-                (found if (near, far) in claimed else strangers).append(each)
+            if near not in listening and far not in theirs:
+                continue  # another group's
+            if (near, far) in claimed:
+                found[each] = claimed[near, far]
+            else:
+                strangers.append(each)
         _connections[backend] = found
         if strangers:
             _log.warning("%d strangers at gloo's ports were shut out", len(strangers))
@@ -109,9 +117,10 @@ def shut_down(backend: Any) -> None:
     _shut(connections_of(backend))
 
 
-def connections_of(backend: Any) -> Sequence[Socket]:
-    """Those to its members; none of another backend than gloo's."""
-    return _connections.get(backend, ())
+def connections_of(backend: Any, member: int | None = None) -> Sequence[Socket]:
+    """Those to its members, or to one, by its rank; none of another backend than gloo's."""
+    its = _connections.get(backend, {})
+    return [each for each, rank in its.items() if member in (None, rank)]
 
 
 def are_closed(connections: Sequence[Socket]) -> bool:
@@ -156,12 +165,12 @@ def _lock(listener: Socket) -> None:
             its.setsockopt(socket.IPPROTO_TCP, _SIGNED, anybody + os.urandom(_KEY_BYTES))
 
 
-def _told(store: Any, rank: int, size: int, own: Any, timeout: timedelta) -> list[Any]:
-    """What the other members tell of themselves."""
+def _told(store: Any, rank: int, size: int, own: Any, timeout: timedelta) -> dict[int, Any]:
+    """What the other members tell of themselves, by rank."""
     store.set(f"ends/{rank}", json.dumps(own))
-    keys = [f"ends/{other}" for other in range(size) if other != rank]
-    store.wait(keys, timeout)
-    return [json.loads(store.get(key)) for key in keys]
+    keys = {other: f"ends/{other}" for other in range(size) if other != rank}
+    store.wait([*keys.values()], timeout)
+    return {other: json.loads(store.get(key)) for other, key in keys.items()}
 
 
 def _address(told: Sequence[Any]) -> Address:

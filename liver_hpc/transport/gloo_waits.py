@@ -4,8 +4,8 @@ When a connection fails, gloo tells those who wait for what it has in its lists:
 the message that is being written or read in that moment, nor for one that its event loop has just
 taken off a list to write it (`Pair::signalException` in its transport/tcp/pair.cc). They would wait
 until the group's timeout. So a wait looks, every so often, whether gloo has closed all connections
-of what it waits in: nothing can come any more then, and nothing reads or writes the operation's
-memory.
+of what it waits in, of a message all to its peer: nothing can come any more then, and nothing reads
+or writes the operation's memory.
 
 A collective is waited for in short waits, one after another. Not so a message: where a wait for one
 comes to its limit, gloo closes all connections of the group. So another thread waits for messages,
@@ -132,7 +132,7 @@ def _is_message(work: Any) -> bool:
 
 
 def _never() -> TransferError:
-    return TransferError("all connections of the group are closed")
+    return TransferError("all connections that it could cross are closed")
 
 
 def _wait_for_message(work: Any, ended: Ended, timeout: timedelta) -> bool:

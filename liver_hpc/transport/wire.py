@@ -127,7 +127,10 @@ class GlooWire(Wire):
         self.device = device
         self._group: Any = group
         self._ranks = dict(ranks)
-        self._ended = partial(gloo_sockets.are_closed, gloo_sockets.connections_of(group))
+        self._ended = {
+            peer: partial(gloo_sockets.are_closed, gloo_sockets.connections_of(group, rank))
+            for peer, rank in ranks.items()
+        }
 
     def close(self) -> None:
         group, self._group = self._group, None
@@ -153,7 +156,8 @@ class GlooWire(Wire):
         started: list[Pending] = []
         try:
             for parcel in parcels:
-                started.append(_Started(self._start(group, parcel), [parcel], self._ended))
+                ended = self._ended[parcel.peer]
+                started.append(_Started(self._start(group, parcel), [parcel], ended))
             return started
         finally:
             del group, started

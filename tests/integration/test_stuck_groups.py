@@ -115,6 +115,40 @@ def test_what_is_crossing_when_a_connection_breaks_is_not_waited_for(
     assert waited_s < 5.0
 
 
+def _lose_one_of_two_peers(process: WorkerProcess) -> float:
+    """As "wire" above, but nobody here closes anything, and a third worker stays."""
+    import torch
+
+    from liver_hpc.clock import Deadline, SystemClock
+    from liver_hpc.transport.wire import GlooWire, Parcel
+    from liver_hpc.world.groups import GroupBook
+
+    book = GroupBook(1, process.worker, process.device)
+    group = book.group((0, 1, 2))
+    book.connect(process.network, process.store, RUN_S)
+    wire = GlooWire(group.backend, {0: 0, 1: 1, 2: 2}, torch.device("cpu"))
+    began_s = time.monotonic()
+    if process.worker < 2:
+        memory = torch.ones(BIG_BYTES, dtype=torch.uint8)
+        deadline = Deadline.after(SystemClock(), RUN_S, "the peer")
+        if process.worker == 1:
+            threading.Timer(0.05, wire.close).start()
+        with pytest.raises(TransferError, match=f"worker {1 - process.worker}"):
+            wire.exchange([Parcel(1 - process.worker, 0, memory, process.worker == 0)], deadline)
+    waited_s = time.monotonic() - began_s
+    process.store.add("done", 1)
+    while process.store.add("done", 0) < 3:
+        time.sleep(0.02)
+    wire.close()
+    book.close()
+    return waited_s
+
+
+def test_a_message_ends_with_the_connection_that_it_crosses(tmp_path: Path) -> None:
+    waited_s, *_ = run_workers(_lose_one_of_two_peers, 3, tmp_path)
+    assert waited_s < 5.0
+
+
 def _wait_for_what_gloo_forgot(process: WorkerProcess) -> tuple[float, float]:
     """As where gloo has taken an operation off its lists: nobody ends it. How long the first worker
     waited in a collective, and closed its groups."""
