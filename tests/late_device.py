@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ from liver_hpc.world.groups import Group
 
 INIT_S = 10.0
 """How long a communicator may take to come to be."""
+END_S = 2.0
+"""How long the threads of a test may take to end."""
 
 
 @dataclass(eq=False)
@@ -124,14 +127,13 @@ def _is_view(function: Any) -> bool:
 
 
 class Machines:
-    """The devices of all workers of a test. stopped: names of what is not to be done at all.
-    threads: the workers."""
+    """The devices of all workers of a test. stopped: names of what is not to be done at all."""
 
     def __init__(self, seed: int = 0, queues: int | None = None) -> None:
         self.stopped: set[str] = set()
         self.communicators: dict[str, _Communicator] = {}
         self.over = threading.Event()
-        self.threads: list[threading.Thread] = []
+        self._earlier_threads = set(threading.enumerate())
         self._queues = queues
         self._random = Random(seed)
         self._lock = threading.RLock()
@@ -142,10 +144,11 @@ class Machines:
         return f"communicator {next(self._numbers)}"
 
     def stop(self) -> None:
-        """Ends all waits; the test is over."""
+        """Ends all waits; the test is over, and with it its threads, if they can."""
         self.over.set()
-        for thread in self.threads:
-            thread.join(1.0)
+        end_s = time.monotonic() + END_S
+        for thread in set(threading.enumerate()) - self._earlier_threads:
+            thread.join(max(0.0, end_s - time.monotonic()))
 
     def add(self, device: LateDevice, lane: LateLane, work: Work) -> None:
         with self._lock:

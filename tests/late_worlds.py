@@ -300,7 +300,6 @@ class LateRun:
                 seat.error = error
 
         seat.thread = threading.Thread(target=train, daemon=True)
-        self.machines.threads.append(seat.thread)
         seat.thread.start()
         return seat
 
@@ -349,8 +348,11 @@ class LateRun:
 
     def _serve(self) -> None:
         heard = (m.Prepared, m.AtBoundary, m.Vote, m.FirstStep, m.Released, m.Failed, m.Aborted)
-        while True:
-            event = self._inbox.get()
+        while not self.machines.over.is_set():
+            try:
+                event = self._inbox.get(timeout=0.1)
+            except queue.Empty:
+                continue
             if isinstance(event, m.Saved):
                 step = event.scalars.step
                 self._saved[step] += 1
