@@ -100,6 +100,10 @@ class Exchange:
         if problems:
             raise TransferError(f"worker {self._worker}: snapshots: {'; '.join(problems)}")
 
+    def cpu_s(self) -> float:
+        """CPU seconds so far of the threads that read and write its connections."""
+        return sum(wire.cpu_s() for wire in self._wires.values())
+
     def _cross(self, parcels: Sequence[Parcel], deadline: Deadline) -> None:
         pending = [each for parcel in parcels for each in self._wires[parcel.peer].launch([parcel])]
         for each in pending:

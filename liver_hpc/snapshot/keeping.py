@@ -208,8 +208,9 @@ class _Taking(threading.Thread):
     """Takes the snapshots of one world, in a thread and a lane of its own.
 
     pending: the one that is not known to be complete everywhere, this worker's own first; [] for
-    none. spare: memory to be written next. cpu_s: what the last one took. taken, done: events of
-    the pending one, set too where it failed. problem: how it did, unless it was to be ended.
+    none. spare: memory to be written next. cpu_s: what the last one took, of this thread and of
+    those that send and receive. taken, done: events of the pending one, set too where it failed.
+    problem: how it did, unless it was to be ended.
     is_last: whether the world is about to be left: then it matters to nobody that it fails, unless
     the world trains on after all.
     """
@@ -284,11 +285,11 @@ class _Taking(threading.Thread):
         self._context.device.enter()
         try:
             while (job := self._states.get()) is not None:
-                began_s = time.thread_time()
+                began_s = self._used_s()
                 self._take(*job)
                 del job  # and with it the world
                 self._send()
-                self.cpu_s = time.thread_time() - began_s
+                self.cpu_s = self._used_s() - began_s
                 self.done.set()
         except FAILURES as error:
             self.failed = True
@@ -302,6 +303,10 @@ class _Taking(threading.Thread):
         finally:
             self.taken.set()
             self.done.set()
+
+    def _used_s(self) -> float:
+        """Its CPU seconds so far."""
+        return time.thread_time() + self._exchange.cpu_s()
 
     def _take(self, state: WorldState, scalars: ScalarState) -> None:
         for each in self.pending:

@@ -8,6 +8,8 @@ shut out before a tensor crosses, and the group's port takes nobody any more.
 gloo does not end what waits in a group either: its `abort` does nothing, and who waits in a
 collective goes on only when a peer closes its end of a connection, or at the group's timeout. A
 connection that is shut down fails at both ends, at once; who still waits then, `gloo_waits` frees.
+
+And whoever counts the CPU time of what crosses has to ask for that of gloo's own threads.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -32,6 +35,9 @@ from liver_hpc.errors import TransferError
 from liver_hpc.transport import gloo_waits
 
 _DESCRIPTORS = "/proc/self/fd"
+_THREADS = "/proc/self/task"
+_CPU_CLOCK = 0b110
+"""Of one thread of this process, in the kernel's numbers of clocks (its posix-timers.h)."""
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
 _SIGNED = 32
 """TCP_MD5SIG_EXT: packets of the named peers have to be signed under a key."""
@@ -54,6 +60,8 @@ Ends = tuple[Address, Address]
 
 _connections: WeakKeyDictionary[Any, dict[Socket, int]] = WeakKeyDictionary()
 """By backend, with the rank of the member that each leads to."""
+_threads: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+"""By backend, those of gloo that read and write its connections."""
 
 
 class Watch:
@@ -62,13 +70,15 @@ class Watch:
     def __init__(self) -> None:
         self._before = _sockets()
         self._listeners: dict[Socket, Address] = {}
+        self._threads: set[str] = set()
 
     def listen(self, create: Callable[[], list[Any]]) -> list[Any]:
         """gloo's devices as `create` makes them, each of which listens at a port of its own."""
         with _listening:
-            before = _sockets()
+            before, threads = _sockets(), set(os.listdir(_THREADS))
             devices = create()
             self._listeners = _listeners(_sockets() - before)
+            self._threads = set(os.listdir(_THREADS)) - threads
         return devices
 
     def prove(self, backend: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
@@ -98,7 +108,7 @@ class Watch:
                 found[each] = claimed[near, far]
             else:
                 strangers.append(each)
-        _connections[backend] = found
+        _connections[backend], _threads[backend] = found, self._threads
         if strangers:
             _log.warning("%d strangers at gloo's ports were shut out", len(strangers))
             _shut(strangers)
@@ -121,6 +131,13 @@ def connections_of(backend: Any, member: int | None = None) -> Sequence[Socket]:
     """Those to its members, or to one, by its rank; none of another backend than gloo's."""
     its = _connections.get(backend, {})
     return [each for each, rank in its.items() if member in (None, rank)]
+
+
+def cpu_s(backend: Any) -> float:
+    """CPU seconds so far of gloo's threads for what crosses a group that stands, without those of
+    whoever sends and waits; 0 of another backend than gloo's."""
+    clocks = (~int(thread) << 3 | _CPU_CLOCK for thread in _threads.get(backend, ()))
+    return sum(map(time.clock_gettime, clocks))
 
 
 def are_closed(connections: Sequence[Socket]) -> bool:

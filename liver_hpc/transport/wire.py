@@ -137,6 +137,11 @@ class GlooWire(Wire):
         if group is not None:
             gloo_sockets.shut_down(group)
 
+    def cpu_s(self) -> float:
+        """CPU seconds so far of the backend's own threads; 0 once it is closed."""
+        group = self._group
+        return 0.0 if group is None else gloo_sockets.cpu_s(group)
+
     def launch(self, parcels: Sequence[Parcel]) -> Sequence[Pending]:
         group = self._group
         try:

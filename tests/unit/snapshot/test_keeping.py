@@ -102,11 +102,12 @@ def test_auto_begins_anew_as_the_next_one_shows_another_cost() -> None:
 def test_what_is_told_of_the_cost_is_the_cpu_time_in_steps() -> None:
     one = of_a_pair("auto")
     one.begin()
+    one.exchange.used_s = 10.0
     assert one.flag() == Flag(), "and nobody waits"
     one.cross()
     taking = one.snapshots._taking
     assert taking is not None
-    assert taking.cpu_s > 0.0
+    assert 10.0 < taking.cpu_s < 11.0, "also what sends and receives has used"
     taking.cpu_s = 0.5
     assert one.flag(step_s=2.0) == Flag(True, 0.25)
 

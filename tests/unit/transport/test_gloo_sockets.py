@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from liver_hpc.errors import TransferError
+from liver_hpc.transport import gloo_sockets
 from liver_hpc.world.device import Device, Network
 from tests.unit.world.test_groups import in_two_threads
 
@@ -155,3 +156,27 @@ def test_nobody_comes_in_once_the_group_has_met(strangers: Strangers) -> None:
         with pytest.raises(TimeoutError):
             socket.create_connection(network.address, timeout=0.5)
     assert in_two_threads(lambda w: reduced(backends[w])) == [2.0, 2.0]
+
+
+def test_cpu_time_of_what_crosses_is_that_of_the_threads_of_gloo() -> None:
+    networks, store = [Network(CPU, "127.0.0.1") for _ in range(2)], dist.HashStore()
+    backends = in_two_threads(lambda w: networks[w].open_backend(store, w, 2, 10.0))
+    idle = [Network(CPU, "127.0.0.1").open_backend(dist.HashStore(), 0, 1, 10.0)]
+    before_s, began_s = [gloo_sockets.cpu_s(one) for one in backends + idle], time.process_time()
+
+    def cross(worker: int) -> float:
+        memory = torch.ones(1 << 26)
+        began_s = time.thread_time()
+        way = backends[worker].send if worker == 0 else backends[worker].recv
+        way([memory], 1 - worker, 7).wait()
+        return time.thread_time() - began_s
+
+    own_s = sum(in_two_threads(cross))
+    all_s = time.process_time() - began_s
+    sent_s, received_s, idle_s = (
+        gloo_sockets.cpu_s(one) - was_s
+        for one, was_s in zip(backends + idle, before_s, strict=True)
+    )
+    assert sent_s + received_s + own_s <= all_s
+    assert received_s > 0.01, "a quarter of a gigabyte was copied out of the kernel"
+    assert idle_s < 0.01
