@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import statistics
 import sys
 import time
@@ -11,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import Any
 
 from benchmarks.harness import BenchmarkResult, parser, reported
@@ -38,6 +39,14 @@ LAYOUTS: Mapping[int, Sequence[Mapping[str, int]]] = {
     3: [{"dp": 3}],
     4: [{"tp": 2, "dp": 2}],
 }
+MUST_NOT_BE = (
+    "wrong_digests",
+    "hangs",
+    "lost_steps_beyond_copies",
+    "steps_missing",
+    "restarts_from_disk",
+    "processes_left",
+)
 UNDISTURBED, OTHER = {2: [{"dp": 2}]}, {2: [{"tp": 2}]}
 
 METHOD = {
@@ -112,19 +121,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(events: int, seed: int) -> BenchmarkResult:
-    """The storm, then two undisturbed runs of as many steps."""
+    """The storm, then two undisturbed runs of as many steps. What they have written stays where
+    something has come up that must not, or an error."""
     begun_s = time.time()
-    with TemporaryDirectory() as name:
-        directory = Path(name)
-        os.environ[PAUSE] = str(PAUSE_S)
-        with Storm(run_config(directory, LAYOUTS, **STORMY), seed) as storm:
-            storm.strike(events)
-        records = read_run(storm.run.path)
-        left = len(living(lambda words: str(storm.run.path) in words))
-        steps = max(each.step for each in records.steps)
-        os.environ[PAUSE] = "0"
-        fixed = [fixed_losses(run_config(directory, its), steps) for its in (UNDISTURBED, OTHER)]
-    return result(storm.log, records, fixed, left, time.time() - begun_s)
+    directory = Path(mkdtemp(prefix="soak-"))
+    os.environ[PAUSE] = str(PAUSE_S)
+    with Storm(run_config(directory, LAYOUTS, **STORMY), seed) as storm:
+        storm.strike(events)
+    records = read_run(storm.run.path)
+    left = len(living(lambda words: str(storm.run.path) in words))
+    steps = max(each.step for each in records.steps)
+    os.environ[PAUSE] = "0"
+    fixed = [fixed_losses(run_config(directory, its), steps) for its in (UNDISTURBED, OTHER)]
+    found = result(storm.log, records, fixed, left, time.time() - begun_s)
+    came_up = {name: found.figures[name] for name in MUST_NOT_BE if found.figures[name]}
+    if came_up:
+        print(f"{came_up}: {storm.run.path} stays", file=sys.stderr)
+    else:
+        shutil.rmtree(directory)
+    return found
 
 
 def fixed_losses(config: RunConfig, steps: int) -> dict[int, float]:
