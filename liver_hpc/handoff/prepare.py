@@ -106,7 +106,10 @@ def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target
         together: list[tuple[str, ...]] = [(kind,) for kind in spec.kinds]
         if not session.bounded:
             together = [(PARAMETER,), spec.optimizer_kinds]
-        parts = {kinds: transport.prepare(_part(plan, kinds)) for kinds in together}
+        # Without memory there is nothing to look at.
+        ends = (None if w is None or session.is_hollow else w.state for w in (source_world, world))
+        source, target = ends
+        parts = {kinds: transport.prepare(_part(plan, kinds), source, target) for kinds in together}
         pairs = {pair for part in parts.values() for pair in part.messages}
         peers = {member for pair in pairs for member in pair} - {worker}
         limit_s = context.config.deadlines.collective_s

@@ -11,13 +11,14 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
 from liver_hpc.clock import Deadline
 from liver_hpc.config.schema import HandoffSection
 from liver_hpc.errors import PlanError, TransferError
+from liver_hpc.host.pages import populate
 from liver_hpc.layout.tensors import Box, ModelSpec, TransferPlan
 from liver_hpc.transport.acknowledged import acknowledge
 from liver_hpc.transport.buckets import (
@@ -36,6 +37,8 @@ from liver_hpc.transport.wire import Parcel, Pending, Wire
 
 _COMPARED_BYTES = 1 << 18
 """On a CPU a copy within the worker is compared in parts that are in the cache still."""
+
+Side = Literal["source", "target"]
 
 _KEPT_BACK = 8
 """This part of the budget is not slots: plan, messages and digests need memory too."""
@@ -65,9 +68,9 @@ class Prepared:
 class Transport:
     """Moves boxes between the workers of one handoff over a wire, within a bounded staging memory.
 
-    The constructor allocates and touches all staging memory, and warms the digests up. After an
-    error the transport is broken: it holds no unfinished work, refuses to stream, and wants to be
-    closed.
+    The constructor allocates staging memory, whose pages come to be with `prepare`, and warms the
+    digests up. After an error the transport is broken: it holds no unfinished work, refuses to
+    stream, and wants to be closed.
     """
 
     def __init__(self, wire: Wire, model: ModelSpec, handoff: HandoffSection) -> None:
@@ -80,8 +83,7 @@ class Transport:
         halves = wire.grouped and budget >= 2 * self._bucket_bytes
         self.slot_bytes = whole_units(budget // 2) if halves else self._bucket_bytes
         self.num_slots = budget // self.slot_bytes
-        # Zeros, not empty: the pages must be there before the pause.
-        self._staging: torch.Tensor | None = torch.zeros(
+        self._staging: torch.Tensor | None = torch.empty(
             self.num_slots * self.slot_bytes, dtype=torch.uint8, device=wire.device
         )
         warm_up(model.tensors, wire.device)
@@ -89,22 +91,38 @@ class Transport:
         self._busy = threading.Lock()
         self._broken = self._closed = False
 
-    def prepare(self, plan: TransferPlan) -> Prepared:
-        """Cuts a plan into messages ahead of time: what `stream` takes. Not collective.
+    def prepare(
+        self, plan: TransferPlan, source: StateView | None = None, target: StateView | None = None
+    ) -> Prepared:
+        """Cuts a plan into messages ahead of time: what `stream` takes. Not collective; while
+        nothing is streamed.
 
-        Raises PlanError for a plan that is not this worker's.
+        source, target: both worlds, where they stand already; then there is memory for messages
+        that pass staging, else for all. Raises PlanError for a plan that is not this worker's.
         """
         size = self._model.element_bytes
         buckets = plan_buckets(plan, size, self._bucket_bytes)
         for move in plan.local:
             if not move.sender == move.receiver == plan.worker:
                 raise PlanError(f"worker {plan.worker}: not a copy within this worker: {move}")
+        steps = group_steps(buckets, self.slot_bytes)
+        ends = _Ends(plan.worker, source, target, self._direct)
+        self._provide(sum(map(ends.may_stage, steps)))
         return Prepared(
             plan,
-            group_steps(buckets, self.slot_bytes),
+            steps,
             cut_moves(plan.local, size, self._bucket_bytes),
             Counter((bucket.sender, bucket.receiver) for bucket in buckets),
         )
+
+    def _provide(self, slots: int) -> None:
+        """Makes the pages of so many slots: of those that are taken first."""
+        staging = self._staging
+        if staging is None or staging.is_cuda:
+            return
+        used = staging[: min(slots, self.num_slots) * self.slot_bytes]
+        if not populate(used.data_ptr(), used.nbytes):
+            used.zero_()
 
     def stream(
         self,
@@ -137,9 +155,8 @@ class Transport:
                 raise TransferError(f"worker {worker}: the transport is {why}")
             slots = staging.view(self.num_slots, self.slot_bytes).unbind()
             tally = Tally(self._model, digest=digest, late=self._wire.late)
-            stream = _Stream(
-                self._wire, prepared, slots, source, target, self._tags, tally, self._direct
-            )
+            ends = _Ends(worker, source, target, self._direct)
+            stream = _Stream(self._wire, prepared, ends, slots, self._tags, tally)
             self._broken = True
             try:
                 with torch.no_grad(), self._wire.streaming(deadline):
@@ -211,22 +228,65 @@ class _Launched(NamedTuple):
     arriving: Sequence[_Arriving]
 
 
+@dataclass(frozen=True)
+class _Ends:
+    """Both worlds as a worker has them, which a plan is for. direct: whether one run of bytes
+    crosses as it lies."""
+
+    worker: int
+    source: StateView | None
+    target: StateView | None
+    direct: bool
+
+    def may_stage(self, step: Step) -> bool:
+        """Whether a message of the step passes staging, or its world is not there yet."""
+        return any(
+            self._of(bucket) is None or self.message(bucket).memory is None for bucket in step
+        )
+
+    def message(self, bucket: Bucket) -> _Message:
+        is_send = bucket.sender == self.worker
+        side: Side = "source" if is_send else "target"
+        views = [self.view(side, piece) for piece in bucket.pieces]
+        whole = self.direct and len(views) == 1 and bucket.pieces[0].num_bytes == bucket.num_bytes
+        memory = views[0].view(-1).view(torch.uint8) if whole and views[0].is_contiguous() else None
+        return _Message(
+            bucket, is_send, bucket.receiver if is_send else bucket.sender, views, memory
+        )
+
+    def view(self, side: Side, piece: Piece) -> torch.Tensor:
+        """One piece of one world; raises PlanError where the world is not what the plan wants."""
+        state = self.source if side == "source" else self.target
+        who = f"worker {self.worker}"
+        if state is None:
+            raise PlanError(f"{who}: the plan wants {piece.kind} {piece.box}, no {side} world here")
+        view = state.view(piece.kind, piece.tensor_index, piece.box)
+        if view.shape != piece.box.shape or view.nbytes != piece.num_bytes:
+            raise PlanError(
+                f"{who}: {piece.kind} of tensor {piece.tensor_index} in the {side} world is "
+                f"{tuple(view.shape)} of {view.dtype}, the plan wants {piece.box.shape} in "
+                f"{piece.num_bytes} bytes"
+            )
+        return view
+
+    def _of(self, bucket: Bucket) -> StateView | None:
+        return self.source if bucket.sender == self.worker else self.target
+
+
 @dataclass
 class _Stream:
     """One stream in progress.
 
     slots: the staging memory, a tensor of bytes a slot. tags: where each pair's message numbers
-    begin. direct: whether one run of bytes crosses as it lies.
+    begin.
     """
 
     wire: Wire
     prepared: Prepared
+    ends: _Ends
     slots: Sequence[torch.Tensor]
-    source: StateView | None
-    target: StateView | None
     tags: Counter[tuple[int, int]]
     tally: Tally
-    direct: bool
     launched: deque[_Launched] = field(default_factory=deque)
     upcoming: list[_Message] = field(default_factory=list)
 
@@ -250,18 +310,8 @@ class _Stream:
 
     def _needs_slot(self, step: Step) -> bool:
         """Whether a message of the step that comes next has to pass staging."""
-        self.upcoming = [self._message(bucket) for bucket in step]
+        self.upcoming = [self.ends.message(bucket) for bucket in step]
         return any(message.memory is None for message in self.upcoming)
-
-    def _message(self, bucket: Bucket) -> _Message:
-        is_send = bucket.sender == self.prepared.plan.worker
-        state, side = (self.source, "source") if is_send else (self.target, "target")
-        views = [self._view(state, side, piece) for piece in bucket.pieces]
-        whole = self.direct and len(views) == 1 and bucket.pieces[0].num_bytes == bucket.num_bytes
-        memory = views[0].view(-1).view(torch.uint8) if whole and views[0].is_contiguous() else None
-        return _Message(
-            bucket, is_send, bucket.receiver if is_send else bucket.sender, views, memory
-        )
 
     def _launch(self, slot: int | None) -> None:
         """Starts the upcoming messages, and packs them first where they pass the slot."""
@@ -310,8 +360,8 @@ class _Stream:
         if not pieces:
             return
         for piece in pieces:
-            source = self._view(self.source, "source", piece)
-            target = self._view(self.target, "target", piece)
+            source = self.ends.view("source", piece)
+            target = self.ends.view("target", piece)
             rows = len(source)
             if not source.is_cuda:
                 rows = max(1, _COMPARED_BYTES * rows // source.nbytes)
@@ -329,20 +379,6 @@ class _Stream:
         with self.tally.timed(work):
             for source, target in zip(sources, targets, strict=True):
                 target.copy_(source, non_blocking=True)
-
-    def _view(self, state: StateView | None, side: str, piece: Piece) -> torch.Tensor:
-        """One piece of one world; raises PlanError where the world is not what the plan wants."""
-        who = f"worker {self.prepared.plan.worker}"
-        if state is None:
-            raise PlanError(f"{who}: the plan wants {piece.kind} {piece.box}, no {side} world here")
-        view = state.view(piece.kind, piece.tensor_index, piece.box)
-        if view.shape != piece.box.shape or view.nbytes != piece.num_bytes:
-            raise PlanError(
-                f"{who}: {piece.kind} of tensor {piece.tensor_index} in the {side} world is "
-                f"{tuple(view.shape)} of {view.dtype}, the plan wants {piece.box.shape} in "
-                f"{piece.num_bytes} bytes"
-            )
-        return view
 
 
 def _staged(message: _Message, memory: torch.Tensor) -> list[torch.Tensor]:

@@ -63,10 +63,11 @@ class Refilling:
         wire = group_wire(self._backend, ranks, device.torch_device)
         transport = self._transport = Transport(wire, spec, context.config.handoff)
         deadline = Deadline.after(context.clock, limit_s, "the bytes of snapshots")
-        prepared = transport.prepare(refill.plan(context.worker))
         state = None if world is None else world.state
         # The digest of all shares speaks for what crosses, but for parameters that are cast.
         cast = not spec.main_is_parameter
+        plan = refill.plan(context.worker)
+        prepared = transport.prepare(plan, None if cast else held, state)
         moved = transport.stream(prepared, held, state, lambda _bytes: None, deadline, digest=cast)
         if cast:
             transport.acknowledge(prepared, moved, deadline)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Set
 
 import torch
 
+from liver_hpc.host.pages import AT_ONCE_BYTES, populate
 from liver_hpc.layout.memory import GRADIENT
 from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.world.untouched import Kept
@@ -34,21 +35,29 @@ def free(world: World, kinds: Iterable[str], spared: Set[int] = frozenset()) -> 
 
 
 def allocate(world: World, kinds: Iterable[str]) -> None:
-    """Gives kinds of state, or the gradients, the memory that they lack, all zeros."""
+    """Gives kinds of state, or the gradients, the memory that they lack. Its pages are there, but
+    only gradients are zeros."""
     for kind in kinds:
-        lacked = [_allocate(tensor) for tensor in _tensors(world, kind)]
-        if kind == GRADIENT:
+        zeros = kind == GRADIENT
+        lacked = [_allocate(tensor, zeros) for tensor in _tensors(world, kind)]
+        if zeros:
             world.gradients_are_clear = all(lacked)
 
 
-def _allocate(tensor: torch.Tensor) -> bool:
+def _allocate(tensor: torch.Tensor, zeros: bool) -> bool:
     storage = tensor.untyped_storage()
     # A kind's tensors may share one storage; each reaches as far into it as it reaches.
     reach = (int(tensor.storage_offset()) + tensor.numel()) * tensor.element_size()
     if storage.nbytes() >= reach:
         return False
     storage.resize_(reach)
-    torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
+    memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    if memory.is_cuda:
+        memory.zero_()
+        return True
+    for part in torch.split(memory, AT_ONCE_BYTES):  # which is in the cache still
+        if not populate(part.data_ptr(), part.nbytes) or zeros:
+            part.zero_()
     return True
 
 

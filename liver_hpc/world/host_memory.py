@@ -15,6 +15,8 @@ from itertools import accumulate
 
 import torch
 
+from liver_hpc.host.pages import populate
+
 NewMemory = Callable[[int], torch.Tensor]
 """Makes [bytes] of uint8, which may take a while."""
 
@@ -22,8 +24,11 @@ _BOUND_BYTES = 64
 
 
 def plain_memory(num_bytes: int) -> torch.Tensor:
-    """[num_bytes] of uint8, as the process has it."""
-    return torch.empty(num_bytes, dtype=torch.uint8)
+    """[num_bytes] of uint8, as the process has it. Its pages are there."""
+    memory = torch.empty(num_bytes, dtype=torch.uint8)
+    if not populate(memory.data_ptr(), num_bytes):
+        memory.zero_()
+    return memory
 
 
 def in_one_run(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from liver_hpc.config.schema import HandoffSection
 from liver_hpc.errors import TransferError
 from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec, Move, TensorSpec, TransferPlan
+from liver_hpc.transport import stream
 from liver_hpc.transport.stream import Transport
 from liver_hpc.transport.wire import Parcel, Pending, Wire
 from tests.unit.layout.models import TIED
@@ -136,8 +137,11 @@ class _Recorder(Wire):
 
 
 @pytest.mark.parametrize("worker", [0, 1])
-def test_a_message_that_is_one_run_of_bytes_is_not_staged(worker: int) -> None:
-    """Whole rows go straight from and into the world; columns, and boxes that share, do not."""
+def test_a_message_that_is_one_run_of_bytes_is_not_staged(
+    worker: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole rows go straight from and into the world; columns, and boxes that share, do not. Only
+    what is staged has pages beforehand."""
     model = ModelSpec(
         tuple(TensorSpec(name, (8, 8)) for name in "abcd"), {"pp1": (((0, 1, 2, 3),),)}, 4
     )
@@ -147,11 +151,18 @@ def test_a_message_that_is_one_run_of_bytes_is_not_staged(worker: int) -> None:
     handoff = HandoffSection(staging_bytes=2048, bucket_bytes=256)
     transport = Transport(wire, model, handoff)
     plan = TransferPlan(worker, *((moves, ()) if worker == 0 else ((), moves)), ())
-    deadline = Member.deadline()
-    transport.stream(transport.prepare(plan), state, state, lambda _bytes: None, deadline)
+    deadline, there = Member.deadline(), list[tuple[int, int]]()
+    monkeypatch.setattr(stream, "populate", lambda *memory: there.append(memory) or True)
+    prepared = [
+        transport.prepare(plan, *worlds)
+        for worlds in [(), (None, None), (state, None), (None, state), (state, state)]
+    ]
+    transport.stream(prepared[-1], state, state, lambda _bytes: None, deadline)
     where = [parcel.memory.data_ptr() for parcel in wire.parcels]
     assert [parcel.memory.numel() for parcel in wire.parcels] == [192, 128, 32]
     assert where[0] == state.memory[PARAMETER, 0][2:].data_ptr()
     assert transport._staging is not None
     start = transport._staging.data_ptr()
+    slots = [2, 2, *((1, 2) if worker == 0 else (2, 1)), 1]
+    assert there == [(start, each * 256) for each in slots]
     assert all(start <= address < start + 2048 for address in where[1:])

@@ -78,7 +78,7 @@ def world(request: pytest.FixtureRequest) -> Any:
     return FakeWorld(request.param)
 
 
-def test_each_kind_goes_alone_and_comes_again_as_zeros(world: Any) -> None:
+def test_each_kind_goes_alone_and_comes_again_gradients_as_zeros(world: Any) -> None:
     whole = world.held_bytes()
     for kind in (GRADIENT, *world.recipe.spec.kinds):
         hollow.free(world, (kind,))
@@ -87,10 +87,21 @@ def test_each_kind_goes_alone_and_comes_again_as_zeros(world: Any) -> None:
         hollow.allocate(world, (kind,))
         assert world.held_bytes() == whole
     assert not any(buffer.grad_data.any() for buffer in world.buffers)
-    assert not world.tensors[0].any()
-    assert not world.optimizer[1][EXP_AVG].any()
-    assert not world.tensors[2].any()
     assert world.tensors[3].all()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_where_the_kernel_cannot_make_pages_all_is_written(
+    world: Any, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    """It is known by the memory itself, which has just been written to."""
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", lambda _storage, _bytes: None)
+    monkeypatch.setattr(torch.UntypedStorage, "nbytes", lambda _storage: 0)
+    monkeypatch.setattr(hollow, "populate", lambda _address, _bytes: known)
+    hollow.allocate(world, (GRADIENT, *world.recipe.spec.kinds))
+    assert not any(buffer.grad_data.any() for buffer in world.buffers)
+    assert bool(world.tensors[0].any()) == known
+    assert bool(world.optimizer[1][EXP_AVG].any()) == known
 
 
 def test_who_refers_to_the_memory_sees_it_again(world: Any) -> None:
