@@ -44,7 +44,6 @@ MUST_NOT_BE = (
     "hangs",
     "lost_steps_beyond_copies",
     "steps_missing",
-    "restarts_from_disk",
     "processes_left",
 )
 UNDISTURBED, OTHER = {2: [{"dp": 2}]}, {2: [{"tp": 2}]}
