@@ -261,12 +261,17 @@ class Lifecycle:
 
     def _lost_world(self, reason: str) -> None:
         """The world that trains cannot go on: another one is filled from snapshots, if there are
-        any; a run that was about to stop ends."""
+        any. A run that was about to stop ends, unless it owes the disk its state and none of its
+        workers has ended: it stops afterwards."""
         world = self.world
-        if self._state is not TRAINING or world is None or not self.recoveries.possible(world):
+        owes = self._state is STOPPING and self._stop_saves and not self.agents.finished
+        goes_on = self._state is TRAINING or owes
+        if not goes_on or world is None or not self.recoveries.possible(world):
             self._fail(reason)
             return
-        self._state, self._broken_off = RECOVERING, None
+        if owes:
+            self._stop_later = self._stop_reason, True, self._stop_as
+        self._state, self._broken_off, self._deadline = RECOVERING, None, None
         self.recoveries.begin(world, reason)
 
     def _look_at_broken_off(self) -> None:

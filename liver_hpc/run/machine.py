@@ -295,6 +295,8 @@ class Run(Lifecycle):
         if self._state is TRAINING:
             self._state = STOPPING
             self._set_deadline(self._limits.boundary_s)
+        elif self.recoveries.involves(message.worker):  # it hears of no world any more
+            self.recoveries.lost(message.worker, "it has done its last step")
         self.handoffs.feed(message)
         self._end_if_all_finished()
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from liver_hpc.cli.client import stop
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.report.store import RunRecords, read_run
 from liver_hpc.run.directory import RunDirectory
@@ -124,6 +126,24 @@ def test_a_source_worker_that_is_killed_in_a_handoff_costs_that_and_a_step(
     assert records.reconfigurations[0].outcome == "failed"
     assert records.recoveries[0].steps_redone <= 1
     assert "1" in records.recoveries[0].lost.split(",")
+
+
+@pytest.mark.long
+def test_a_loss_in_a_run_that_is_about_to_save_is_made_good_before_it_stops(tmp_path: Path) -> None:
+    run = start(config_of(tmp_path, {"dp": 3}, 3))
+    watch(run, lambda status: status.step >= 5, 150.0)
+    os.kill(pid_of(run, 2), signal.SIGSTOP)  # so that nobody comes to the boundary
+    with ThreadPoolExecutor(1) as pool:
+        stopping = pool.submit(stop, run, checkpoint=True)
+        watch(run, lambda status: status.state == "stopping", 30.0)
+        kill(run, 2)
+        outcome = stopping.result(150.0)
+    (recovery,) = read_run(run.path).recoveries
+    assert (recovery.lost, recovery.target) == ("2", "tp1 pp1 dp2")
+    assert recovery.steps_redone <= 1
+    assert outcome.state == "stopped"
+    assert f"; checkpoint of step {outcome.step} in " in outcome.reason
+    assert outcome.step >= recovery.step
 
 
 def test_a_worker_whose_data_does_not_come_is_named_and_gone_on_without(

@@ -584,6 +584,45 @@ def test_a_stop_while_a_world_recovers_is_carried_out_afterwards() -> None:
     assert len(recoveries(play)) == 1
 
 
+def test_a_loss_in_a_run_that_is_about_to_save_and_stop_is_made_good_first() -> None:
+    play = that_recovers()
+    assert play.ask(m.StopRequest(checkpoint=True)).ok
+    lose(play, 1)
+    assert play.run.state is RunState.RECOVERING
+    play.calm()
+    assert play.run.ending is not None
+    assert play.run.ending.state is Ending.STOPPED
+    assert len(recoveries(play)) == 1
+    assert recoveries(play)[0].steps_redone <= 1
+
+
+def test_a_loss_in_a_run_that_is_about_to_stop_without_saving_ends_it() -> None:
+    play = that_recovers()
+    assert play.ask(m.StopRequest(checkpoint=False)).ok
+    lose(play, 1)
+    assert play.run.ending is not None
+    assert play.run.ending.state is not Ending.FINISHED
+    assert not recoveries(play)
+
+
+def test_a_loss_once_another_worker_has_ended_is_not_made_good() -> None:
+    play = that_recovers()
+    assert play.ask(m.StopRequest(checkpoint=True)).ok
+    play.feed(m.Finished(worker=0, step=play.workers[0].step))
+    lose(play, 1)
+    assert play.run.ending is not None
+    assert not recoveries(play)
+
+
+def test_nobody_waits_for_a_worker_that_ends_while_another_one_is_missed() -> None:
+    play = that_recovers()
+    assert play.ask(m.StopRequest(checkpoint=True)).ok
+    lose(play, 1)
+    play.feed(m.Finished(worker=0, step=play.workers[0].step))
+    assert play.run.ending is not None
+    assert "worker 0 lost: it has done its last step" in play.run.ending.reason
+
+
 def test_who_does_not_answer_is_lost_too() -> None:
     """Here nobody is left then."""
     play = that_recovers()
