@@ -106,9 +106,8 @@ def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target
         together: list[tuple[str, ...]] = [(kind,) for kind in spec.kinds]
         if not session.bounded:
             together = [(PARAMETER,), spec.optimizer_kinds]
-        # Without memory there is nothing to look at.
-        ends = (None if w is None or session.is_hollow else w.state for w in (source_world, world))
-        source, target = ends
+        ends = (None, None) if session.is_hollow else (source_world, world)
+        source, target = (None if each is None else each.state for each in ends)
         parts = {kinds: transport.prepare(_part(plan, kinds), source, target) for kinds in together}
         pairs = {pair for part in parts.values() for pair in part.messages}
         peers = {member for pair in pairs for member in pair} - {worker}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 from functools import cache
 from typing import Any
@@ -18,24 +17,19 @@ def populate(address: int, num_bytes: int) -> bool:
     """Has the kernel make all pages that lie in some memory of this process, whose content stays:
     for two thirds of what it takes to write to each. Other threads go on meanwhile.
 
-    False where the kernel does not know how. Raises OSError where there is no memory.
+    False where the kernel does not: it is older, or has no memory left.
     """
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
     for start in range(first, end, AT_ONCE_BYTES):
-        size = min(AT_ONCE_BYTES, end - start)
-        while _libc().madvise(start, size, _POPULATE_WRITE):
-            problem = ctypes.get_errno()
-            if problem == errno.EINVAL:
-                return False
-            if problem not in (errno.EINTR, errno.EAGAIN):
-                raise OSError(problem, f"{size} bytes of memory: {errno.errorcode[problem]}")
+        if _libc().madvise(start, min(AT_ONCE_BYTES, end - start), _POPULATE_WRITE):
+            return False
     return True
 
 
 @cache
 def _libc() -> Any:
     """Its functions let go of Python's lock."""
-    libc = ctypes.CDLL(None, use_errno=True)
+    libc = ctypes.CDLL(None)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return libc

@@ -38,10 +38,10 @@ from liver_hpc.transport.wire import Parcel, Pending, Wire
 _COMPARED_BYTES = 1 << 18
 """On a CPU a copy within the worker is compared in parts that are in the cache still."""
 
-Side = Literal["source", "target"]
-
 _KEPT_BACK = 8
 """This part of the budget is not slots: plan, messages and digests need memory too."""
+
+Side = Literal["source", "target"]
 
 
 class StateView(Protocol):
@@ -241,7 +241,7 @@ class _Ends:
     def may_stage(self, step: Step) -> bool:
         """Whether a message of the step passes staging, or its world is not there yet."""
         return any(
-            self._of(bucket) is None or self.message(bucket).memory is None for bucket in step
+            self._state_of(bucket) is None or self.message(bucket).memory is None for bucket in step
         )
 
     def message(self, bucket: Bucket) -> _Message:
@@ -269,7 +269,7 @@ class _Ends:
             )
         return view
 
-    def _of(self, bucket: Bucket) -> StateView | None:
+    def _state_of(self, bucket: Bucket) -> StateView | None:
         return self.source if bucket.sender == self.worker else self.target
 
 
