@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -106,8 +107,7 @@ class Transport:
             if not move.sender == move.receiver == plan.worker:
                 raise PlanError(f"worker {plan.worker}: not a copy within this worker: {move}")
         steps = group_steps(buckets, self.slot_bytes)
-        ends = _Ends(plan.worker, source, target, self._direct)
-        self._provide(sum(map(ends.may_stage, steps)))
+        self._provide(steps, _Ends(plan.worker, source, target, self._direct))
         return Prepared(
             plan,
             steps,
@@ -115,12 +115,13 @@ class Transport:
             Counter((bucket.sender, bucket.receiver) for bucket in buckets),
         )
 
-    def _provide(self, slots: int) -> None:
-        """Makes the pages of so many slots: of those that are taken first."""
+    def _provide(self, steps: Iterable[Step], ends: _Ends) -> None:
+        """Makes the pages of as many slots as these steps may need: of those that come first."""
         staging = self._staging
         if staging is None or staging.is_cuda:
             return
-        used = staging[: min(slots, self.num_slots) * self.slot_bytes]
+        slots = len([*islice(filter(ends.may_stage, steps), self.num_slots)])
+        used = staging[: slots * self.slot_bytes]
         if not populate(used.data_ptr(), used.nbytes):
             used.zero_()
 

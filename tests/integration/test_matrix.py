@@ -78,7 +78,6 @@ FAULTS = (
     "node stands still for ever",
 )
 IN_CI = {
-    ("PREPARE", "staying", "agent stands still for ever"),
     ("TRANSFER", "joining", "worker stands still for ever"),
     ("vote:after", "staying", "agent killed"),
 }

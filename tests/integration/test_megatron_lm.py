@@ -150,6 +150,7 @@ def test_handoffs_change_neither_losses_nor_validation(
             assert validated[each.step] == pytest.approx(each.loss, rel=1e-4)
 
 
+@pytest.mark.long
 def test_handoffs_during_a_ramp_up_of_the_batch(config: Config) -> None:
     """The script's loss, of batches of 2, 3, ... samples; validation has 8."""
     words = WORDS.replace(f"--train-iters {ENDLESS}", f"--train-samples {8 * ENDLESS}")

@@ -190,6 +190,7 @@ def test_what_megatrons_schedule_has_for_the_same_samples(quiet: RunRecords) -> 
         scheduler.step(increment=batch_of(train, record.step))
 
 
+@pytest.mark.long
 def test_a_run_that_is_taken_up_again_in_the_midst_of_its_ramp_up(
     tmp_path: Path, quiet: RunRecords
 ) -> None:
