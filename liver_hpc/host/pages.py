@@ -15,7 +15,7 @@ AT_ONCE_BYTES = 1 << 20
 
 def populate(address: int, num_bytes: int) -> bool:
     """Has the kernel make all pages that lie in some memory of this process, whose content stays:
-    for two thirds of what it takes to write to each. Other threads go on meanwhile.
+    which takes less than to write to each. Other threads go on meanwhile.
 
     False where the kernel does not: it is older, or has no memory left.
     """

@@ -17,6 +17,13 @@ from tests.integration.toys import build_world
 GIVES_UP_S, AT_ONCE_S = 20.0, 1.0
 
 
+def _await_all(process: WorkerProcess, workers: int) -> None:
+    """Nobody closes a connection before all have seen what they were to see."""
+    process.store.add("done", 1)
+    while process.store.add("done", 0) < workers:
+        time.sleep(0.02)
+
+
 def _wait_in_groups(process: WorkerProcess) -> dict[str, float]:
     """The first worker waits in two groups that the second one is in, and never comes. How long it
     waited, by group, when its second world was aborted in vain and in earnest."""
@@ -45,9 +52,7 @@ def _wait_in_groups(process: WorkerProcess) -> dict[str, float]:
             except RuntimeError:
                 pass
             waited_s[name] = time.monotonic() - began_s
-    process.store.add("done", 1)
-    while process.store.add("done", 0) < 2:
-        time.sleep(0.02)
+    _await_all(process, 2)
     target.close()
     book.close()
     return waited_s
@@ -136,9 +141,7 @@ def _lose_one_of_two_peers(process: WorkerProcess) -> float:
         with pytest.raises(TransferError, match=f"worker {1 - process.worker}"):
             wire.exchange([Parcel(1 - process.worker, 0, memory, process.worker == 0)], deadline)
     waited_s = time.monotonic() - began_s
-    process.store.add("done", 1)
-    while process.store.add("done", 0) < 3:
-        time.sleep(0.02)
+    _await_all(process, 3)
     wire.close()
     book.close()
     return waited_s
