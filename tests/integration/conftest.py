@@ -11,16 +11,36 @@ from typing import Any
 import pytest
 
 from liver_hpc.host.marks import kill_marked
+from liver_hpc.report.store import RunRecords, read_run
 from tests.integration.agents import TEST_MARK, Run, wait_for
 from tests.integration.browser import NoBrowser, find_browser
 from tests.integration.leftovers import no_abandoned_files
-from tests.integration.runs import kill_started
+from tests.integration.once import derived_once, made_once
+from tests.integration.runs import finish, kill_started, run_config, start
 
 
 @pytest.fixture(autouse=True)
 def nothing_left_running() -> Iterator[None]:
     yield
     kill_started()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def specs_derived_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with derived_once(tmp_path_factory):
+        yield
+
+
+@pytest.fixture(scope="session")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> RunRecords:
+    """The training of `run_config` as it stands, on dp2 and without any event, longer than any
+    other run of it."""
+    with made_once(tmp_path_factory, "quiet") as path:
+        if not path.exists():
+            run = start(run_config(path.with_suffix(".runs"), steps=330))
+            finish(run)
+            path.symlink_to(run.path)
+        return read_run(path)
 
 
 @pytest.fixture

@@ -19,14 +19,8 @@ from tests.integration.runs import finish, run_config, start, worst_difference
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
-QUIET_STEPS, STEPS = 200, 40
+STEPS = 40
 BOUNDED = {"memory": "bounded"}
-
-
-@pytest.fixture(scope="module")
-def quiet(tmp_path_factory: pytest.TempPathFactory) -> RunRecords:
-    """The same training without any event, longer than any other run here."""
-    return finish(start(run_config(tmp_path_factory.mktemp("quiet"), QUIET_STEPS)))
 
 
 @pytest.mark.usefixtures("unhurried_steps")

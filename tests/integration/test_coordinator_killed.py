@@ -16,7 +16,6 @@ from liver_hpc.run.directory import RunDirectory
 from tests.integration.mortal import DEATHS, STILL
 from tests.integration.runs import (
     ENDLESS,
-    finish,
     processes_of,
     run_config,
     start,
@@ -28,15 +27,8 @@ from tests.integration.runs import (
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("unhurried_steps")]
 
-QUIET_STEPS = 200
 GROWS = [{"at_step": 6, "layout": {"tp": 2, "dp": 2}}]
 MORTAL = "tests.integration.mortal:MortalGPT"
-
-
-@pytest.fixture(scope="module")
-def quiet(tmp_path_factory: pytest.TempPathFactory) -> RunRecords:
-    """Of a run that grows, and whose coordinator lives."""
-    return finish(start(run_config(tmp_path_factory.mktemp("quiet"), QUIET_STEPS, notices=GROWS)))
 
 
 def losses(records: RunRecords) -> list[tuple[float, float]]:

@@ -15,8 +15,6 @@ from tests.integration.runs import finish, run_config, start, watch, worst_diffe
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("unhurried_steps")]
 
-QUIET_STEPS = 330
-
 FIVE_HANDOFFS = [
     {"at_step": 4, "layout": {"tp": 2, "dp": 2}},
     {"at_step": 5, "layout": {"pp": 2, "dp": 2}},
@@ -24,13 +22,6 @@ FIVE_HANDOFFS = [
     {"at_step": 7, "layout": {"tp": 2}},
     {"at_step": 8, "layout": {"tp": 2, "dp": 2}},
 ]
-
-
-@pytest.fixture(scope="module")
-def quiet(tmp_path_factory: pytest.TempPathFactory) -> RunRecords:
-    """The same training without any event, longer than any other run here."""
-    config = run_config(tmp_path_factory.mktemp("quiet"), QUIET_STEPS)
-    return finish(start(config))
 
 
 def test_loss_and_gradient_norm_of_a_run_with_five_handoffs_match_a_fixed_run(

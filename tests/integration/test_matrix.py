@@ -21,10 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from liver_hpc.cli import submission
 from liver_hpc.cli.client import request
-from liver_hpc.config.schema import RunConfig
-from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.protocol.messages import ReplaceRequest
 from liver_hpc.report.store import RunRecords
 from liver_hpc.run.directory import RunDirectory
@@ -34,10 +31,8 @@ from tests.integration.cut import cut_file
 from tests.integration.nodes import on_nodes
 from tests.integration.runs import (
     ENDLESS,
-    finish,
     processes_of,
     run_config,
-    start,
     stop_and_read,
     tails,
     wait_until,
@@ -47,7 +42,7 @@ from tests.integration.runs import (
 
 pytestmark = pytest.mark.timeout(200)
 
-STEP_S, QUIET_STEPS = "0.2", 260
+STEP_S = "0.2"
 HEARTBEAT_S, SHORT_S = 6.0, 2.0
 """How long silence is borne, and how long somebody stands still who is not to be lost."""
 BOUND_S = 75.0
@@ -89,26 +84,6 @@ def cases() -> Iterator[object]:
             continue  # nobody else is there
         marks = () if case in IN_CI else pytest.mark.long
         yield pytest.param(*case, marks=marks, id=", ".join(case))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def derived_once() -> Iterator[None]:
-    """All cases train one model: its spec, for which a process imports torch, is derived once."""
-    derive, known = submission.derive_spec, dict[str, ModelSpec]()
-
-    def derive_once(config: RunConfig) -> ModelSpec:
-        if config.recipe not in known:
-            known[config.recipe] = derive(config)
-        return known[config.recipe]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(submission, "derive_spec", derive_once)
-        yield
-
-
-@pytest.fixture(scope="module")
-def quiet(tmp_path_factory: pytest.TempPathFactory) -> RunRecords:
-    return finish(start(run_config(tmp_path_factory.mktemp("quiet"), QUIET_STEPS)))
 
 
 # ---- who is struck

@@ -34,7 +34,6 @@ from liver_hpc.run.secret import read_secret
 from tests.integration.elastic import losses
 from tests.integration.runs import (
     ENDLESS,
-    finish,
     processes_of,
     run_config,
     start,
@@ -62,18 +61,12 @@ TABLE = Path(__file__).parents[2] / "docs/explanation/security.md"
 GARBAGE = [b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 300, b"\x16\x03\x01" + bytes(500)]
 NUMBERS = [struct.pack("<q", number) for number in range(64)]
 """What gloo's pairs say first."""
-QUIET_STEPS = 200
 BESIEGED = "tests.integration.besieged:BesiegedGPT"
 
 
 class Port(NamedTuple):
     role: str
     address: tuple[str, int]
-
-
-@pytest.fixture(scope="module")
-def quiet(tmp_path_factory: pytest.TempPathFactory) -> RunRecords:
-    return finish(start(run_config(tmp_path_factory.mktemp("quiet"), QUIET_STEPS)))
 
 
 def all_processes(run: RunDirectory) -> list[psutil.Process]:

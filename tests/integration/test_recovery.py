@@ -20,7 +20,6 @@ from tests.integration.faulty import SNAPSHOTS
 from tests.integration.mortal import DEATHS
 from tests.integration.runs import (
     ENDLESS,
-    finish,
     processes_of,
     run_config,
     start,
@@ -33,13 +32,7 @@ from tests.integration.stuck import AT_STEP
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("unhurried_steps")]
 
-QUIET_STEPS = 200
 EVERY_STEP = {"every_steps": 1}
-
-
-@pytest.fixture(scope="module")
-def quiet(tmp_path_factory: pytest.TempPathFactory) -> RunRecords:
-    return finish(start(run_config(tmp_path_factory.mktemp("quiet"), QUIET_STEPS)))
 
 
 def newest(records: RunRecords) -> list[tuple[float, float]]:

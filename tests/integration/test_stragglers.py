@@ -11,9 +11,7 @@ from tests.integration.elastic import losses
 from tests.integration.nodes import on_nodes
 from tests.integration.runs import (
     ENDLESS,
-    finish,
     run_config,
-    start,
     stop_and_read,
     wait_until,
     watch,
@@ -22,14 +20,6 @@ from tests.integration.runs import (
 from tests.integration.slow import SLOW
 
 pytestmark = pytest.mark.timeout(240)
-
-QUIET_STEPS = 100
-
-
-@pytest.fixture(scope="module")
-def quiet(tmp_path_factory: pytest.TempPathFactory) -> RunRecords:
-    """The same training on workers of one speed, longer than the other run here."""
-    return finish(start(run_config(tmp_path_factory.mktemp("quiet"), QUIET_STEPS)))
 
 
 def test_the_slow_node_is_named_and_drained_live_and_losses_stay(
