@@ -158,7 +158,8 @@ def megatron_lm_arguments() -> str:
             "option that is not listed here, and is none of the script's own, is refused.",
             "## The run file has their values",
             "These keys follow from arguments, or from Megatron's defaults of them, and need not "
-            "stand in the run file; where they do, they must be equal.",
+            "stand in the run file; where they do, they must be equal. Only `checkpoint.keep` may "
+            "be another: Megatron removes no checkpoint, so without it all stay.",
             table(["key", "follows from"], keys),
             "## The layouts decide",
             f"Left out, with a note: {LAYOUT.why}. {_options(LAYOUT)}.",

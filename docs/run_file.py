@@ -35,8 +35,13 @@ def run_file() -> str:
         "# The run file",
         "One YAML file is one whole run; an unknown key is an error. Relative paths are relative "
         "to the directory in which `liver` is started. Any key can be set on the command line, "
-        "where it beats the file: `--set train.steps=100 --set layouts.2.0.tp=2`. "
-        "[reference.yaml](../../configs/reference.yaml) is a file with every key.",
+        "where it beats the file: `--set train.steps=100 --set 'layouts.2=[{tp: 2}]'`. "
+        "[reference.yaml](../../configs/reference.yaml) is a file with every key. Those of `model` "
+        "are the recipe's: here they are the default recipe's, GPT. With "
+        f"`recipe: {SCRIPT_RECIPE}` they are `script` (required, the script's path), `megatron_lm` "
+        "(the checkout; null: the script's directory) and `args` (a text, a list, or `{file: "
+        "FILE}`). Keys that [follow from `args`](megatron-lm-arguments.md), as `train`, may be "
+        "left out then.",
         *_section("", schema, schema["$defs"] | model["$defs"], comments, {}),
     ]
     return "\n\n".join(text)

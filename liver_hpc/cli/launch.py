@@ -31,6 +31,7 @@ from liver_hpc.run.outcome import Outcome
 
 _END_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_TIME_LIMIT = "its time limit, cluster.timeout_min"
 _VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
@@ -88,10 +89,10 @@ def coordinate_locally(run_directory: str, visible_devices: str | None) -> int:
     else:
         os.environ[_VISIBLE_DEVICES] = visible_devices
     hosted = HostedCoordinator(Path(run_directory))
-    # Shortly before the job's time is up it gets SIGUSR2, for which submitit would requeue it or
-    # raise: to the coordinator it is a request to stop, as the others are.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+    for number in _STOP_SIGNALS:
         signal.signal(number, lambda number, frame: hosted.stop(signal.Signals(number).name))
+    # Half a minute before the job's time is up, for which submitit would requeue it or raise.
+    signal.signal(signal.SIGUSR2, lambda number, frame: hosted.stop(_TIME_LIMIT, checkpoint=True))
     hosted.start()
     hosted.wait()
     return int(hosted.outcome is None or hosted.outcome.state == "failed")

@@ -272,11 +272,12 @@ def _check_model(options: argparse.Namespace) -> int:
     from liver_hpc.cli.check_model import check_model, measured_times
     from liver_hpc.recipes.completion import load_users_run
 
-    config = load_users_run(options.config, options.set)
-    if options.times:
-        print(measured_times(config))
-        return EXIT_OK
-    equal = check_model(config, partial(print, flush=True))
+    with problems_of(options.config):
+        config = load_users_run(options.config, options.set)
+        if options.times:
+            print(measured_times(config))
+            return EXIT_OK
+        equal = check_model(config, partial(print, flush=True))
     return EXIT_OK if equal else EXIT_FAILED
 
 

@@ -231,7 +231,8 @@ def _events_options(parser: argparse.ArgumentParser) -> None:
 def _operator_options(of_run: Callable[[str, str], argparse.ArgumentParser]) -> None:
     resize = of_run("resize", "give a running job another shape")
     add = resize.add_mutually_exclusive_group(required=True).add_argument
-    add("--layout", metavar="tp=A,pp=B,dp=C", help="the layout to change to")
+    text = "the layout to change to; also cp=, ep=, vpp=, and sp for sequence parallelism"
+    add("--layout", metavar="tp=A,pp=B,dp=C", help=text)
     add("--workers", type=positive, metavar="N", help="take the preferred layout of N workers")
     replace = of_run("replace", "put a fresh worker in the place of another")
     replace.add_argument("--worker", type=_worker_id, required=True, metavar="W", help="its id")

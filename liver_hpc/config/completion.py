@@ -17,12 +17,13 @@ Where = Callable[[KeyPath], str]
 class Derived:
     """A value of the run file that follows from the recipe's options, and from which of them.
 
-    at: the key that holds these options.
+    at: the key that holds these options. may_differ: the run file may have another one.
     """
 
     value: Any
     source: str
     at: KeyPath = ("model",)
+    may_differ: bool = False
 
 
 Derive = Callable[[dict[Any, Any], Where], Mapping[KeyPath, Derived]]
@@ -39,7 +40,7 @@ def complete(values: dict[Any, Any], derived: Mapping[KeyPath, Derived], where: 
         given = section.get(path[-1])
         if given is None:
             section[path[-1]] = one.value
-        elif not _equal(given, one.value):
+        elif not (one.may_differ or _equal(given, one.value)):
             problems.append(_conflict(path, given, one, where))
     return problems
 

@@ -53,6 +53,9 @@ def parse_run(
         if given := next((each for each in around if each in set_by), None):
             override = f"--set {set_by[given]}"
             return override if given == path else f"{override}: {key_text(path)}"
+        made = next((each for each in set_by if each[: len(path)] == path), None)
+        if made is not None and path not in lines:
+            return f"--set {set_by[made]}: {key_text(path)}"
         if path not in lines and (one := derived.get(path)) is not None:
             return derived_place(path, one, where)
         line = next((lines[each] for each in around if each in lines), None)

@@ -79,7 +79,7 @@ def _real_path(detail: ErrorDetails, values: Any) -> KeyPath:
 def _text(details: list[ErrorDetails], path: KeyPath, model: type[BaseModel]) -> str:
     """One key's problem; it has several details where the schema allows several types."""
     kind, got, key = details[0]["type"], details[0]["input"], str(path[-1]) if path else ""
-    if kind == "extra_forbidden":
+    if kind in ("extra_forbidden", "invalid_key"):
         valid = sorted(_fields_at(model, path[:-1]))
         if (now := EARLIER.get(key_text(path))) is not None:
             return now

@@ -157,9 +157,9 @@ class Control:
             inbox.put(event)
         self._pass_notes_on()
 
-    def stop(self, why: str) -> None:
-        """The run is to stop at its next step boundary."""
-        self._say(StopSignalled(why))
+    def stop(self, why: str, checkpoint: bool = False) -> None:
+        """The run is to stop at its next step boundary. checkpoint: with one in any case."""
+        self._say(StopSignalled(why, checkpoint))
 
     def end_near(self, reason: str, deadline_s: float) -> None:
         """The coordinator's job ends at `deadline_s` (epoch): state to disk, to go on in another

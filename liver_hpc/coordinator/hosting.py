@@ -69,9 +69,9 @@ class HostedCoordinator:
         self.started = True
         self._fork()
 
-    def stop(self, why: str) -> None:
-        """The run is to stop at its next step boundary."""
-        self._say({"stop": why})
+    def stop(self, why: str, checkpoint: bool = False) -> None:
+        """The run is to stop at its next step boundary. checkpoint: with one in any case."""
+        self._say({"stop": [why, checkpoint]})
 
     def end_near(self, reason: str, deadline_s: float) -> None:
         """The coordinator's job ends at `deadline_s` (epoch): state to disk, to go on in another
@@ -201,7 +201,7 @@ def _run(run_directory: Path, line: socket.socket) -> int:
                     return  # the parent ends, and this process with it
                 words = json.loads(said)
                 if "stop" in words:
-                    control.stop(words["stop"])
+                    control.stop(*words["stop"])
                 else:
                     control.end_near(*words["end_near"])
 

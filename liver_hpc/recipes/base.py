@@ -96,7 +96,8 @@ class Recipe(ABC):
     @classmethod
     def derived(cls, options: Any) -> Mapping[KeyPath, Derived]:
         """Values of the run file that follow from the checked `model` section, by key: the run file
-        need not have them, and where it has, they must be equal. Must not import torch.
+        need not have them, and where it has, they must be equal, or say that they may differ. Must
+        not import torch.
 
         Raises ConfigError for options that cannot be had.
         """

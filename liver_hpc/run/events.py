@@ -211,9 +211,10 @@ class OperatorAsked:
 
 @dataclass(frozen=True)
 class StopSignalled:
-    """The coordinator's process was told to stop."""
+    """The coordinator's process was told to stop. checkpoint: with one in any case."""
 
     reason: str
+    checkpoint: bool = False
 
 
 @dataclass(frozen=True)

@@ -416,7 +416,8 @@ class Run(Lifecycle):
 
     def _stop_signalled(self, event: e.StopSignalled) -> None:
         # Whoever cancels a job may want to go on from where it was.
-        self._stop(event.reason, checkpoint=self.config.cluster.kind == "slurm")
+        on_slurm = self.config.cluster.kind == "slurm"
+        self._stop(event.reason, checkpoint=event.checkpoint or on_slurm)
 
     # ---- after the end
 

@@ -49,13 +49,19 @@ class ScriptOptions(BaseModel):
     def _split(cls, given: str | list[str | int | float] | ArgumentsFile) -> list[str]:
         if isinstance(given, list):
             return with_absolute_paths([str(word) for word in given])
+        where = ""
         if isinstance(given, ArgumentsFile):
             file = _absolute(given.file)
+            where = f"{file}: "
             try:
                 given = file.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise ValueError(f"{file} cannot be read: {error}") from None
-        return with_absolute_paths(shlex.split(_CONTINUED.sub(" ", given), comments=True))
+        try:
+            words = shlex.split(_CONTINUED.sub(" ", given), comments=True)
+        except ValueError as error:  # a quote that is not closed
+            raise ValueError(f"{where}wanted words as a shell has them: {error}") from None
+        return with_absolute_paths(words)
 
     @property
     def words(self) -> list[str]:

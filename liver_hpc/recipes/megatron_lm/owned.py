@@ -105,6 +105,8 @@ KEYS: Mapping[KeyPath, tuple[str, ...]] = {
     ("data", "seed"): ("seed",),
 }
 """Every key, and the options that it follows from."""
+MAY_DIFFER: frozenset[KeyPath] = frozenset({("checkpoint", "keep")})
+"""Of these, keys for which the run file may have another value."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -257,7 +259,10 @@ def derived_values(job: Owned) -> dict[KeyPath, Derived]:
         if job[name] is not None
     }
     for part in (_length(job), _schedule(job), _evaluation(job), _checkpoints(job), _data(job)):
-        found |= {key: Derived(value, source, _AT) for key, value, source in part}
+        found |= {
+            key: Derived(value, source, _AT, may_differ=key in MAY_DIFFER)
+            for key, value, source in part
+        }
     return found
 
 
@@ -350,7 +355,7 @@ def _checkpoints(job: Owned) -> _Values:
     if job["save"] is not None:
         yield ("checkpoint", "directory"), job["save"], job.source("save")
         yield ("checkpoint", "every_steps"), job["save_interval"], job.source("save_interval")
-        yield ("checkpoint", "keep"), None, job.source("save")  # as Megatron removes none
+        yield ("checkpoint", "keep"), None, job.source("save")  # Megatron removes none
     if loadable(job):
         yield ("checkpoint", "load"), job["load"], job.source("load")
 

@@ -242,10 +242,22 @@ def test_a_cancelled_job_stops_its_run(coordinator: Coordinator, asked: Path) ->
 
 
 @pytest.mark.usefixtures("asked")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
+@pytest.mark.parametrize(
+    ("number", "wanted"),
+    [
+        (signal.SIGTERM, StopSignalled("SIGTERM")),
+        (signal.SIGINT, StopSignalled("SIGINT")),
+        (signal.SIGUSR2, StopSignalled("its time limit, cluster.timeout_min", checkpoint=True)),
+    ],
+)
 def test_a_signal_to_a_local_job_stops_its_run(
-    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals,
+    wanted: StopSignalled,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Who ends it wants no more of it; whose time is up goes on another time."""
+
     def signalled(directory: Path, control: Control) -> Outcome:
         os.kill(os.getppid(), number)
         inbox = Inbox()
@@ -260,5 +272,5 @@ def test_a_signal_to_a_local_job_stops_its_run(
     assert coordinate_locally(str(tmp_path), None) == 0
     heard = RunDirectory(tmp_path).last_outcome()
     assert heard is not None
-    assert heard.reason == str(StopSignalled(number.name))
+    assert heard.reason == str(wanted)
     assert "CUDA_VISIBLE_DEVICES" not in os.environ

@@ -133,7 +133,7 @@ def test_end_of_the_jobs_time_is_a_request_to_stop(
     assert address is not None
     os.kill(address.pid, signal.SIGUSR2)
     await_end(run)
-    assert run.outcome() == Outcome("stopped", "SIGUSR2", 7)
+    assert run.outcome() == Outcome("stopped", "its time limit, cluster.timeout_min", 7)
 
 
 def test_text_is_pinned_to_what_was_prepared(tmp_path: Path) -> None:

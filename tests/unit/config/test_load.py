@@ -106,6 +106,7 @@ def test_alias_to_itself_ends(tmp_path: Path) -> None:
          "leave it out: every event goes to the journal at once"),
         ("qqq=4", "unknown key (valid keys here: checkpoint, cluster, data, deadlines, eval, "),
         ("layouts.2.0.xq=4", "valid keys here: cp, dp, ep, pp, sequence_parallel, tp, vpp"),
+        ("layouts.3.0.tp=3", "--set layouts.3.0.tp=3: layouts.3.0: unknown key (valid keys here: "),
         ("layouts.2.0.ep=4", "layout tp1 pp1 dp2 ep4: ep must divide dp x cp, which is 2"),
         ("checkpoint.format=hdf5", "there is no such key any more, leave it out: checkp"),
         ("cluster.slurm.away_s=5", "away_s=5: this key is called 'unreachable_s' now"),

@@ -67,6 +67,13 @@ def test_present_and_equal_is_fine(tmp_path: Path) -> None:
     assert config.train.seed == 1234
 
 
+def test_how_many_checkpoints_stay_is_the_run_files_to_say(tmp_path: Path) -> None:
+    """Megatron keeps all."""
+    path = run_file(tmp_path, "--save ckpt --save-interval 10")
+    assert load_users_run(path).checkpoint.keep is None
+    assert load_users_run(path, ["checkpoint.keep=3"]).checkpoint.keep == 3
+
+
 def test_present_and_different_names_both_places_all_at_once(tmp_path: Path) -> None:
     sections = "optimizer:\n  lr: 0.01\ntrain:\n  steps: 20\ndata: {text: python-stdlib}\n"
     assert problems(run_file(tmp_path, sections=sections)) == [
@@ -101,6 +108,13 @@ def test_options_that_are_wrong_name_their_line(tmp_path: Path) -> None:
     path = run_file(tmp_path)
     path.write_text(path.read_text().replace("  script:", "  scrip:"))
     assert problems(path)[1].startswith("run.yaml:3: model.scrip: unknown key")
+
+
+def test_a_quote_that_is_not_closed_names_the_file_that_it_is_in(tmp_path: Path) -> None:
+    path, words = run_file(tmp_path), tmp_path / "args.txt"
+    words.write_text("--num-layers 2 --tokenizer-model 'a b\n")
+    (said,) = problems(path, f"model.args={{file: {words}}}")
+    assert said.endswith(f"{words}: wanted words as a shell has them: No closing quotation")
 
 
 def test_a_recipe_that_derives_nothing_leaves_the_file_as_it_is(tmp_path: Path) -> None:

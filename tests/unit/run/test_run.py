@@ -160,6 +160,16 @@ def test_a_resize_is_granted_and_the_new_world_trains() -> None:
     assert [row.outcome for row in play.watch.records] == ["completed"]
 
 
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_a_signal_to_a_local_run_is_a_stop_with_a_checkpoint_where_it_says_so(
+    checkpoint: bool,
+) -> None:
+    play = training(MACHINE)
+    (stop,) = of(a.Send, play.feed(e.StopSignalled("test", checkpoint)))
+    assert isinstance(stop, a.Send)
+    assert stop.message == m.Stop(checkpoint="/checkpoints" if checkpoint else None)
+
+
 def test_a_node_that_cannot_be_left_in_time_sends_the_state_to_disk() -> None:
     play = training(SCENES[5])
     actions = play.feed(NodeWarned("n2", "preempted", play.now_s, play.now_s + 100.0))
