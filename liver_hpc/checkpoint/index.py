@@ -23,6 +23,7 @@ from liver_hpc.config.megatron_checkpoint import (
     FORMAT_FILE,
     METADATA_FILE,
     TRACKER_FILE,
+    iteration_path,
 )
 from liver_hpc.errors import CheckpointError
 from liver_hpc.host.files import write_whole
@@ -34,7 +35,7 @@ INDEX_FILE = "checkpoint.json"
 FURTHER_FILES = (METADATA_FILE, COMMON_FILE, FORMAT_FILE)
 """What is in a checkpoint beside its ranks' files and the index."""
 _COMPLETE = re.compile(r"^iter_(\d{7,})$")
-_PARTIAL = re.compile(r"^\.step-\d{8,}-g\d+\.(partial|replaced)$")
+_PARTIAL = re.compile(r"^\.step-(\d{8,})-g(\d+)\.(partial|replaced)$")
 _READ_BYTES = 4 * 2**20
 
 
@@ -150,9 +151,23 @@ def set_aside(path: Path) -> Path:
     return path.rename(aside)
 
 
-def remains(directory: Path) -> list[Path]:
-    """What was being written, or about to be removed, when a coordinator was killed."""
-    return [path for path in _entries(directory) if _PARTIAL.match(path.name)]
+def remains(directory: Path) -> list[tuple[int, Path]]:
+    """(generation, path) of what was being written, or about to be removed, when a coordinator was
+    killed."""
+    return [(int(match[2]), path) for match, path in _remains(directory)]
+
+
+def put_back(directory: Path) -> None:
+    """Gives those that were to be replaced their names again, where nothing came in their place."""
+    for match, path in _remains(directory):
+        final = iteration_path(directory, int(match[1]))
+        if match[3] == "replaced" and not final.exists():
+            path.rename(final)
+
+
+def _remains(directory: Path) -> list[tuple[re.Match[str], Path]]:
+    entries = ((_PARTIAL.match(path.name), path) for path in _entries(directory))
+    return [(match, path) for match, path in entries if match is not None]
 
 
 def _entries(directory: Path) -> Iterator[Path]:

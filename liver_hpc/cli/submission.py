@@ -20,11 +20,14 @@ from liver_hpc.recipes.base import Recipe, load_recipe
 from liver_hpc.recipes.specs import derive_spec, keep_spec
 from liver_hpc.recipes.text_data import prepare
 from liver_hpc.run.directory import (
+    OWNER_FILE,
     RunDirectory,
     claim_checkpoints,
     create_run_directory,
+    owner_of_checkpoints,
     point_latest,
     process_lives,
+    take_checkpoints,
 )
 from liver_hpc.run.outcome import COORDINATOR_FILE, OUTCOME_FILE, Outcome
 
@@ -110,6 +113,8 @@ def resume_run(run: RunDirectory) -> int:
         _check_over(run)
         if last is not None and last.state == "finished":
             raise ConfigError(f"run {run} is complete: {last.reason}")
+        if _check_free(config, run):
+            take_checkpoints(run, run.checkpoints_path)
         directory = claim_checkpoints(run, config)
         newest = newest_checkpoint(directory)
         loaded = to_load(config, directory, newest)
@@ -199,6 +204,22 @@ def _check_over(run: RunDirectory) -> None:
         raise ConfigError(f"run {run} is not over: process {living[0]} lives")
 
 
+def _check_free(config: RunConfig, run: RunDirectory | None = None) -> bool:
+    """Whether the directory of checkpoints is another run's, which is over. Two runs would go on
+    from, and remove, each other's. Raises ConfigError where that one is not over."""
+    directory = config.checkpoint.directory
+    owner = None if directory is None else owner_of_checkpoints(directory.expanduser())
+    if owner is None or (run is not None and owner.path.samefile(run.path)):
+        return False
+    try:
+        _check_over(owner)
+    except ConfigError as error:
+        file = directory / OWNER_FILE
+        why = f"{directory} is another run's, as {file} says: {error}"
+        raise ConfigError(f"checkpoint.directory: {why}") from None
+    return True
+
+
 # ---- what else a run needs
 
 
@@ -206,6 +227,7 @@ def new_run(config: RunConfig, recipe: Recipe, name: str | None = None) -> RunDi
     """The directory of a run that has passed its checks, with its data and its model's spec, where
     that is known already."""
     config = with_prepared_data(config)
+    _check_free(config)
     run = create_run_directory(config, name)
     if recipe.knows_spec:
         keep_spec(recipe, run.path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from liver_hpc.checkpoint.index import (
     complete_checkpoints,
     part_name,
     partial_path,
+    put_back,
     read_index,
     remains,
     set_aside,
@@ -108,10 +109,12 @@ def _changed_files(checkpoint: Checkpoint) -> list[str]:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint of a job of Megatron's, or of another run, which a run begins with."""
+    """A checkpoint of a job of Megatron's, or of another run, which a run begins with. of_run: what
+    another run says of it."""
 
     path: Path
     step: int
+    of_run: Checkpoint | None = None
 
 
 def to_load(config: RunConfig, directory: Path, own: Checkpoint | None) -> Loaded | None:
@@ -140,9 +143,7 @@ def to_load(config: RunConfig, directory: Path, own: Checkpoint | None) -> Loade
         return None
     if is_of_a_run and same:
         return None  # its own, and damaged: it would be `own` else
-    if is_of_a_run:
-        _checked(path)
-    return Loaded(path, step)
+    return Loaded(path, step, _checked(path) if is_of_a_run else None)
 
 
 class Checkpoints:
@@ -173,7 +174,8 @@ class Checkpoints:
         directory is somebody else's.
         """
         claim_checkpoints(self._run, self._config)
-        for path in remains(self.directory):
+        put_back(self.directory)
+        for _, path in remains(self.directory):
             _remove(path)
         own = newest_checkpoint(self.directory)
         loaded = to_load(self._config, self.directory, own)
@@ -193,6 +195,13 @@ class Checkpoints:
         layout = str(index.rank_map.rank_map().layout)
         return e.Resumed(str(path), index.scalars.step, index.generation, layout)
 
+    def take_over(self, lives: Callable[[int], bool]) -> None:
+        """From another coordinator, whose worlds may be writing one: clears away what no world
+        completes any more. lives: whether the world of a generation does."""
+        for generation, path in remains(self.directory):
+            if not lives(generation):
+                _remove(path)
+
     def restored(
         self, message: Restored | NotRestored, rank_map: RankMap
     ) -> e.StateRestored | e.CheckpointDamaged | e.ShellFailed | None:
@@ -210,6 +219,9 @@ class Checkpoints:
         self._source = None
         if isinstance(source, Loaded):
             what, problem = "read is not one state", self._unlike_copies(source, rank_map)
+            if not problem and source.of_run is not None:
+                what = "read is not what was saved"
+                problem = self._unlike_saved(source.of_run.index, rank_map)
         else:
             what, problem = (
                 "restored is not what was saved",
@@ -225,7 +237,8 @@ class Checkpoints:
         """The run goes on from the checkpoint before where this one's files have changed; all of
         them are read for that."""
         if isinstance(source, Loaded):
-            return e.ShellFailed(f"{source.path}: {problem}")
+            changed = [] if source.of_run is None else _changed_files(source.of_run)
+            return e.ShellFailed("; ".join([f"{source.path}: {problem}", *changed[:1]]))
         path, problem = source.path, f"{source.path}: {problem}"
         changed = _first(_changed_files(source))
         steps = [step for step, _ in complete_checkpoints(self.directory)]
@@ -255,6 +268,9 @@ class Checkpoints:
             other = _scalar_difference(index.scalars, message.scalars)
             if other:
                 return f"worker {message.worker}: {other}"
+        return self._unlike_saved(index, rank_map)
+
+    def _unlike_saved(self, index: CheckpointIndex, rank_map: RankMap) -> str:
         saved = index.rank_map.rank_map()
         restored = {worker: message.digests for worker, message in self._restored.items()}
         differ = unlike(
@@ -329,12 +345,15 @@ class Checkpoints:
         return _first(disagreements(Side("world", rank_map, digests)))
 
     def _commit(self, parts: Mapping[int, Saved], world: WorldRef) -> None:
-        """Index, then name; raises OSError, and CheckpointError where not all is seen here that
-        workers have written."""
+        """Index, then name, but where the coordinator before came so far; raises OSError, and
+        CheckpointError where not all is seen here that workers have written."""
         saved = [parts[worker] for worker in world.rank_map.workers]
         step = saved[0].scalars.step
         partial = partial_path(self.directory, step, world.generation)
         final = iteration_path(self.directory, step)
+        if not partial.exists() and _checked(final).index.generation == world.generation:
+            track(self.directory, step)
+            return
         further = [partial / name for name in FURTHER_FILES]
         index = CheckpointIndex(
             format_version=FORMAT_VERSION,
@@ -372,7 +391,7 @@ class Checkpoints:
             old = []
         for _, path in old:
             _remove(path)
-        for path in remains(self.directory):
+        for _, path in remains(self.directory):
             if path.suffix == ".replaced":
                 _remove(path)
 

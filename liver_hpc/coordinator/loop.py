@@ -211,7 +211,7 @@ class Coordinator:
         """Goes on with what another coordinator has left, once all who may still live have called,
         or had the time to."""
         self._feed(e.TookOver(self._epoch.number, os.getpid(), socket.gethostname()))
-        self._checkpoints.open()
+        self._checkpoints.take_over(lambda generation: self.core.world_of(generation) is not None)
         for message in left.saved:
             self._saved_or_restored(message)
         self._take_back(left)

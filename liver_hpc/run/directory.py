@@ -6,6 +6,7 @@ import os
 import secrets
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,6 +30,8 @@ from liver_hpc.run.outcome import (
 from liver_hpc.run.secret import create_secret
 
 LATEST = "latest"
+OWNER_FILE = ".liver-run"
+"""In a directory of checkpoints: the run whose they are, where that is not above it."""
 
 Kind = TypeVar("Kind")
 
@@ -163,24 +166,44 @@ def _link_checkpoints(run: RunDirectory, config: RunConfig) -> None:
     which may be there."""
     assert config.checkpoint.directory is not None
     path = config.checkpoint.directory.expanduser().absolute()
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"checkpoint.directory: {path}: {error.strerror}") from error
+    _check_own(path)
     run.checkpoints_path.symlink_to(path, target_is_directory=True)
+    take_checkpoints(run, path)
+
+
+def take_checkpoints(run: RunDirectory, directory: Path) -> None:
+    """From now on a directory outside of the run directory is this run's. Raises ConfigError."""
+    try:
+        write_whole(directory / OWNER_FILE, str(run.path.absolute()))
+    except OSError as error:
+        raise ConfigError(f"checkpoint.directory: {directory}: {error.strerror}") from error
+
+
+def owner_of_checkpoints(directory: Path) -> RunDirectory | None:
+    """The run that took a directory last; None where none did, or it is gone."""
+    with suppress(OSError, UnicodeDecodeError):
+        owner = RunDirectory(Path((directory / OWNER_FILE).read_text(encoding="utf-8")))
+        return owner if owner.config_path.is_file() else None
+    return None
 
 
 def claim_checkpoints(run: RunDirectory, config: RunConfig) -> Path:
     """Where the run's checkpoints lie, looked at again before a coordinator reads or writes there.
 
-    Elsewhere, it must be a directory of this user, or of his a link to one. Raises ConfigError when
-    it is not.
+    Elsewhere, it must be a directory of this user, or of his a link to one, which no other run has
+    taken since. Raises ConfigError when it is not.
     """
     link, elsewhere = run.checkpoints_path, config.checkpoint.directory
     if elsewhere is None:
         return link
     if link.is_symlink():
-        _check_own(Path(os.readlink(link)))
+        path = Path(os.readlink(link))
+        _check_own(path)
+        owner = owner_of_checkpoints(path)
+        if owner is None:  # a scratch that has been cleaned
+            take_checkpoints(run, path)
+        elif not owner.path.samefile(run.path):
+            raise ConfigError(f"checkpoint.directory: run {owner} has taken {path}")
     return link
 
 

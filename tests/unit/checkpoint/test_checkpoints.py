@@ -17,6 +17,7 @@ from liver_hpc.checkpoint.index import (
     newest_step,
     read_index,
 )
+from liver_hpc.config.megatron_checkpoint import tracked_step
 from liver_hpc.coordinator import checkpoints as module
 from liver_hpc.coordinator.checkpoints import newest_checkpoint
 from liver_hpc.errors import CheckpointError
@@ -202,6 +203,58 @@ def test_what_a_killed_run_was_writing_is_cleared_away(disk: Disk) -> None:
     write_part(filled(TIED, TWO, at), 8, disk.directory / ".step-00000008-g4.partial")
     assert Disk(TIED, disk.run_directory).checkpoints.open() is not None
     assert disk.steps() == ["iter_0000004"]
+
+
+def test_one_that_was_to_be_replaced_is_there_again_where_nothing_came_in_its_place(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.save(TWO, 4)
+    rename, names = os.rename, list[object]()
+
+    def die_at_the_second(source: Any, target: Any) -> None:
+        names.append(target)
+        if len(names) == 2:
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", die_at_the_second)
+        with pytest.raises(KeyboardInterrupt):
+            disk.save(TWO, 4)
+    assert not any(name.startswith("iter_") for name in disk.steps())
+    later = Disk(TIED, disk.run_directory).checkpoints.open()
+    assert later is not None
+    assert (later.step, disk.steps()) == (4, ["iter_0000004"])
+
+
+@pytest.mark.parametrize("dies_in", [None, "write_index", "rename", "flush_to_disk", "track"])
+def test_the_next_coordinator_completes_what_workers_had_written(
+    disk: Disk, dies_in: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However far the one before came, and clears away what is of a world that is over."""
+    said = [disk.part(TWO, at, 8) for at in TWO.coordinates()]
+    write_part(
+        filled(TIED, TWO, next(TWO.coordinates())), 9, disk.directory / ".step-00000009-g2.partial"
+    )
+
+    def die(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    if dies_in is not None:
+        with monkeypatch.context() as patched:
+            patched.setattr(os if dies_in == "rename" else module, dies_in, die)
+            disk.checkpoints.saved(said[0], disk.world(TWO))
+            with pytest.raises(KeyboardInterrupt):
+                disk.checkpoints.saved(said[1], disk.world(TWO))
+    later = Disk(TIED, disk.run_directory).checkpoints
+    later.take_over(lambda generation: generation == 3)
+    first, second = (later.saved(each, disk.world(TWO)) for each in said)
+    assert first is None
+    assert isinstance(second, CheckpointWritten)
+    assert disk.steps() == ["iter_0000008"]
+    newest = newest_checkpoint(disk.directory)
+    assert newest is not None
+    assert tracked_step(disk.directory) == 8
 
 
 def test_a_new_run_has_none(disk: Disk) -> None:

@@ -9,13 +9,24 @@ import pytest
 
 from liver_hpc.checkpoint.index import INDEX_FILE, Checkpoint
 from liver_hpc.cli.check import _check_checkpoints
+from liver_hpc.clock import FakeClock
 from liver_hpc.config.megatron_checkpoint import tracked_step
 from liver_hpc.config.schema import CheckpointSection
-from liver_hpc.coordinator.checkpoints import Loaded, newest_checkpoint, to_load
+from liver_hpc.coordinator.checkpoints import Checkpoints, Loaded, newest_checkpoint, to_load
 from liver_hpc.errors import CheckpointError
 from liver_hpc.layout.coordinates import Layout
+from liver_hpc.protocol.messages import Restored
+from liver_hpc.run.events import ShellFailed, StateRestored
 from tests.fakes import tiny_run
-from tests.unit.checkpoint.disk import Disk
+from tests.unit.checkpoint.disk import (
+    Disk,
+    ModelOnly,
+    digests_of,
+    empty,
+    filled,
+    restored_rank_map,
+    scalar_state,
+)
 from tests.unit.config.test_megatron_checkpoint import checkpoint
 from tests.unit.layout.models import TIED
 
@@ -47,10 +58,35 @@ def test_a_new_run_begins_with_what_a_job_has_saved(tmp_path: Path) -> None:
 
 def test_a_new_run_begins_with_what_another_run_has_saved(own: Checkpoint, tmp_path: Path) -> None:
     assert (own.path / INDEX_FILE).exists()
-    assert of(tmp_path / "new", own.path.parent) == Loaded(own.path, 8)
+    assert of(tmp_path / "new", own.path.parent) == Loaded(own.path, 8, own)
     (own.path / own.index.parts[0].file).unlink()
     with pytest.raises(CheckpointError, match="is missing, wanted"):
         of(tmp_path / "new", own.path.parent)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_another_run_has_saved_is_compared_with_what_it_says_of_it(
+    own: Checkpoint, tmp_path: Path, damaged: bool
+) -> None:
+    """All copies that were read are alike: the file has changed."""
+    config = tiny_run(checkpoint={"load": own.path.parent})
+    later = Checkpoints(config, ModelOnly(TIED, config), tmp_path / "new", FakeClock())
+    later.open()
+    if damaged:
+        file = own.path / own.index.parts[0].file
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    one = Layout(1, 1, 1)
+    state = (empty if damaged else filled)(TIED, one, next(one.coordinates()))
+    message = Restored(worker=0, generation=0, scalars=scalar_state(8), digests=digests_of(state))
+    came = later.restored(message, restored_rank_map(one))
+    if not damaged:
+        assert came == StateRestored(0)
+        return
+    assert isinstance(came, ShellFailed)
+    assert "what was read is not what was saved: " in came.reason
+    assert "has changed on the disk" in came.reason
 
 
 def test_a_runs_own_goes_first(tmp_path: Path, own: Checkpoint) -> None:

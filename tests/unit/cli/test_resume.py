@@ -14,7 +14,13 @@ from liver_hpc.cli import main as cli
 from liver_hpc.cli import submission
 from liver_hpc.cli.submission import resume_run
 from liver_hpc.errors import CheckpointError, ConfigError, LiverError
-from liver_hpc.run.directory import RunDirectory, create_run_directory, find_run
+from liver_hpc.recipes.base import load_recipe
+from liver_hpc.run.directory import (
+    RunDirectory,
+    claim_checkpoints,
+    create_run_directory,
+    find_run,
+)
 from liver_hpc.run.outcome import Outcome
 from tests.unit.checkpoint.disk import Disk
 from tests.unit.checkpoint.test_checkpoints import TWO
@@ -108,6 +114,32 @@ def test_an_ended_run_goes_on_from_its_newest_checkpoint(
     assert launches.found == [], "what the last life said of itself is gone before the next one"
     assert run.job_id() == "78"
     assert find_run("latest", Path("runs")).path == run.path.resolve()
+
+
+def test_two_runs_do_not_share_a_directory_of_checkpoints(
+    launches: Launches, tmp_path: Path
+) -> None:
+    """One that is over may be followed by another, and go on after that."""
+    config = minimal(
+        cluster={"kind": "slurm", "slurm": {"components": [{"name": "main"}]}},
+        checkpoint={"directory": tmp_path / "scratch"},
+    )
+    recipe = load_recipe(config)
+    first = submission.new_run(config, recipe, "first")
+    first.note_job_id("77")
+    squeue_says("PENDING")
+    with pytest.raises(ConfigError, match=r"another run's, .*: run runs/first is not over: job 77"):
+        submission.new_run(config, recipe, "second")
+    assert not Path("runs/second").exists()
+    squeue_says("")
+    second = submission.new_run(config, recipe, "second")
+    Disk(TIED, second.path).save(TWO, 7)
+    with pytest.raises(ConfigError, match=r"run .*second has taken "):
+        claim_checkpoints(first, config)
+    STOPPED.write(first.path)
+    assert resume_run(first) == 7
+    with pytest.raises(ConfigError, match=r"run .*first has taken "):
+        claim_checkpoints(second, config)
 
 
 def test_a_finished_run_does_not(launches: Launches) -> None:

@@ -67,6 +67,16 @@ def test_a_run_finds_its_directory_again(elsewhere: RunConfig) -> None:
     assert claim_checkpoints(RunDirectory(run.path), elsewhere).resolve() == place
 
 
+def test_a_run_whose_directory_another_one_has_taken_leaves_it_alone(elsewhere: RunConfig) -> None:
+    """Until that one is gone."""
+    one, other = create_run_directory(elsewhere), create_run_directory(elsewhere)
+    assert claim_checkpoints(other, elsewhere) == other.path / "checkpoints"
+    with pytest.raises(ConfigError, match=rf"run .*{other.path.name} has taken .*scratch"):
+        claim_checkpoints(one, elsewhere)
+    shutil.rmtree(other.path)
+    assert claim_checkpoints(one, elsewhere) == one.path / "checkpoints"
+
+
 def test_a_scratch_that_was_cleaned_is_no_obstacle(elsewhere: RunConfig) -> None:
     run = create_run_directory(elsewhere)
     place = claim_checkpoints(run, elsewhere).resolve()
@@ -88,7 +98,7 @@ def test_a_directory_of_another_user_is_refused(shared: Path, tmp_path: Path, pl
     place, trap = shared / "tiny-1", tmp_path / "trap"
     config = tiny_run(runs_directory=tmp_path / "runs", checkpoint={"directory": place})
     run = create_run_directory(config, "tiny-1")
-    place.rmdir()
+    shutil.rmtree(place)
     trap.mkdir()
     if planted == "directory":
         place.mkdir()
