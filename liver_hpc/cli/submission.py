@@ -207,8 +207,9 @@ def _check_over(run: RunDirectory) -> None:
 def _check_free(config: RunConfig, run: RunDirectory | None = None) -> bool:
     """Whether the directory of checkpoints is another run's, which is over. Two runs would go on
     from, and remove, each other's. Raises ConfigError where that one is not over."""
-    directory = config.checkpoint.directory
-    owner = None if directory is None else owner_of_checkpoints(directory.expanduser())
+    if (directory := config.checkpoint.directory) is None:
+        return False
+    owner = owner_of_checkpoints(directory.expanduser())
     if owner is None or (run is not None and owner.path.samefile(run.path)):
         return False
     try:

@@ -237,8 +237,8 @@ class Checkpoints:
         """The run goes on from the checkpoint before where this one's files have changed; all of
         them are read for that."""
         if isinstance(source, Loaded):
-            changed = [] if source.of_run is None else _changed_files(source.of_run)
-            return e.ShellFailed("; ".join([f"{source.path}: {problem}", *changed[:1]]))
+            files = [] if source.of_run is None else _changed_files(source.of_run)
+            return e.ShellFailed("; ".join([f"{source.path}: {problem}", *files[:1]]))
         path, problem = source.path, f"{source.path}: {problem}"
         changed = _first(_changed_files(source))
         steps = [step for step, _ in complete_checkpoints(self.directory)]

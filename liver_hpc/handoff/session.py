@@ -183,6 +183,8 @@ class Session:
                 message = self._inbox.get(timeout=max(deadline.remaining_s(), 0.001))
             except queue.Empty:
                 raise deadline.error() from None
+            if self.halted is not None:  # with the source world as it is
+                raise WorldHalted(self.halted.reason)
             if isinstance(message, Abort) and wanted is not Resume:
                 raise HandoffAborted(message)
             if isinstance(message, wanted):

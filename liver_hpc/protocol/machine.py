@@ -226,10 +226,7 @@ class HandoffMachine:
         """After the commit the target is the world, whoever is lost of it."""
         now = self._now
         if not now.leaves(event.worker):
-            assert now.target is not None
-            world = WorldRef(now.generation, now.target)
-            what = f"{self.phase}: worker {event.worker} lost after the commit: {event.reason}"
-            return self._end("failed", what, world)
+            return self._fatal(f"worker {event.worker} lost after the commit: {event.reason}")
         now.awaited.discard((event.worker, WorkerLost))
         return self._complete()
 
@@ -345,7 +342,11 @@ class HandoffMachine:
         return actions + self._end("aborted", now.reason, now.request.source)
 
     def _fatal(self, reason: str) -> list[Action]:
-        return self._end("failed", f"{self.phase}: {reason}", self._now.request.source)
+        """With the world that everybody is in: after the commit that is the target."""
+        now, world = self._now, self._now.request.source
+        if self.phase is Phase.RELEASE and now.target is not None:
+            world = WorldRef(now.generation, now.target)
+        return self._end("failed", f"{self.phase}: {reason}", world)
 
     def _ignored(self, event: Event) -> list[Action]:
         """Too late to matter, or sent before its sender had heard of the ABORT."""

@@ -279,10 +279,11 @@ class Decider:
             share = COMFORTABLE if self._to_boot(with_joiners.request) else 1.0
             if with_joiners.estimate_s <= share * window_s:
                 return with_joiners
-        smaller = [way(layout) for layout in policy.choices(survivors)]
-        in_time = next((each for each in smaller if each.estimate_s <= window_s), None)
-        if in_time is not None:
-            return in_time
+        smaller = []
+        for layout in policy.choices(survivors):  # each takes time to place
+            smaller.append(way(layout))
+            if smaller[-1].estimate_s <= window_s:
+                return smaller[-1]
         if not smaller and most is not None:
             smaller = [way(most)]
         return min(smaller, key=lambda each: each.estimate_s, default=None)

@@ -32,6 +32,11 @@ class PresentClock:
         since_s = self.absent_since_s
         return (self._clock.at_s if since_s is None else since_s) - self._absent_s
 
+    def stands_still(self, since_s: float) -> None:
+        """There is no coordinator, since then; or since before, if one has come and gone."""
+        if self.absent_since_s is None:
+            self.absent_since_s = since_s
+
     def goes_on(self) -> float:
         """There is one again; seconds that there was none."""
         assert self.absent_since_s is not None

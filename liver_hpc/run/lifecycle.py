@@ -319,7 +319,10 @@ class Lifecycle:
             self._stop_as, self._stop_reason = then, why  # instead of going on later
             return "stopping at the next step boundary"
         if self._state is RECOVERING:
-            self._stop_later = (why, checkpoint, then)
+            before = self._stop_later
+            if before is None or before[2] in replaceable:
+                saves = checkpoint or (before is not None and before[1])
+                self._stop_later = (why, saves, then)
             return f"stopping after the {self.recoveries.describe()}"
         if self._state not in (STARTING, TRAINING):
             return "the run is about to end already"

@@ -42,7 +42,7 @@ class Run(Lifecycle):
         """
         before_s, self._clock.at_s = self._clock.at_s, at_s
         if isinstance(event, e.TookOver):
-            self._clock.present.absent_since_s = before_s
+            self._clock.present.stands_still(before_s)
         for each in event.messages if isinstance(event, e.SaidTogether) else (event,):
             self._handle(each)
         actions = list(self._out)
@@ -202,6 +202,8 @@ class Run(Lifecycle):
             self._start_failed(f"worker {worker} lost before training began: {reason}")
         elif self.recoveries.involves(worker):
             self.recoveries.lost(worker, reason)
+        elif self._state is RECOVERING:
+            self._out.append(Log(f"worker {worker}, without which the run goes on: {reason}"))
         elif self.world is not None and (
             self.handoffs.involves(worker) or worker in self.world.rank_map.workers
         ):
@@ -252,7 +254,12 @@ class Run(Lifecycle):
             self._fail(f"copies of the state differ after step {message.step}: {differ}")
 
     def _of_attempt(self, message: m.OfAttempt) -> None:
-        ours = self.world is not None and message.generation == self.world.generation
+        world = self.world
+        ours = (
+            world is not None
+            and message.generation == world.generation
+            and message.worker in world.rank_map.workers
+        )
         if isinstance(message, m.Failed) and ours:
             reason = f"worker {message.worker}: {message.reason}"
             if self._state is RECOVERING:

@@ -93,7 +93,8 @@ class Snapshots:
         if taking.pending or (newest is not None and step - newest < self._every):
             return
         world.renew_buffers()
-        taking.begin(world.state, world.scalar_state(step))
+        # Buffers may change with the next forward, the rest with the update, which waits.
+        taking.begin(world.state.standing(), world.scalar_state(step))
 
     def newest_step(self, generation: int) -> int | None:
         """The newest boundary of a world that is complete on all its workers."""

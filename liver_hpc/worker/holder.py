@@ -34,6 +34,10 @@ class LeftWorld(LiverError):
         self.generation = generation
 
 
+NO_WORLD = -1
+"""In the place of a generation."""
+
+
 class WorldHolder:
     """A worker's world, from its being built to its end by a loss; what is done with it between is
     the trainer's.
@@ -54,9 +58,10 @@ class WorldHolder:
         # Set while there is a world to hand off from: neither in `begin` nor in a rebuild.
         self._stands = threading.Event()
         self._making: World | None = None  # that is not connected, filled or committed yet
+        self._abandoned = NO_WORLD  # the generation of one that is to be built again
         self._kept = Kept()  # memory of what was let go
         self._refilling: Refilling | None = None
-        self._halting = -1  # the newest generation that the coordinator wants let go
+        self._halting = NO_WORLD  # the newest generation that the coordinator wants let go
         self._told_to_halt = threading.Event()
         self._owes_evaluation = False
         self._done: deque[m.StepDone | m.Evaluated] = deque(maxlen=_REMEMBERED)
@@ -184,16 +189,19 @@ class WorldHolder:
 
     @property
     def _generation(self) -> int:
-        """Of the world that trains, or is to."""
+        """Of the world that trains, is to, or is to be built again."""
         known = [each.generation for each in (self._world, self._making) if each is not None]
+        known.append(self._abandoned)
         if self._refilling is not None:
             known.append(self._refilling.generation)
-        return max(known, default=-1)
+        return max(known)
 
     @property
     def can_let_go(self) -> bool:
         """Whether a failure here may be that of a peer, after which the run goes on."""
-        return self._context.config.snapshots.every_steps is not None and self._generation >= 0
+        return (
+            self._context.config.snapshots.every_steps is not None and self._generation != NO_WORLD
+        )
 
     def let_go(self, why: str) -> None:
         """After a failure: waits to be told to halt, and lets the world go; snapshots stay.
@@ -253,6 +261,7 @@ class WorldHolder:
                 session.prepared.drop()  # but what is still written to
         worlds = {id(world): world for world in (self._world, self._making) if world is not None}
         self._world = self._making = self._refilling = None
+        self._abandoned = NO_WORLD
         device = self._context.device
         if not device.late:
             self._kept = hollow.let_go(worlds.values())

@@ -22,7 +22,7 @@ from liver_hpc.host.process import quiet_thread
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.layout.ramp import batch_of
 from liver_hpc.protocol import messages as m
-from liver_hpc.worker.holder import LeftWorld, WorldHolder
+from liver_hpc.worker.holder import NO_WORLD, LeftWorld, WorldHolder
 from liver_hpc.world.context import FAILURES, WorkerContext
 from liver_hpc.world.state import WorldState
 from liver_hpc.world.untouched import Kept
@@ -397,7 +397,7 @@ class Trainer(WorldHolder):
             # Peers blocked in a shared group go on once nobody holds its connections.
             held = source.abandon()
             self._stands.clear()
-            self._world = None
+            self._world, self._abandoned = None, source.generation
         session.prepared.drop()
         session.prepared = None
         self._context.send(
@@ -413,6 +413,7 @@ class Trainer(WorldHolder):
         if held is not None:
             assert resume.rebuild_generation is not None
             self._rebuild(session.source, resume.rebuild_generation, held, scalars)
+            self._abandoned = NO_WORLD
         self._step_begins_s = self._context.clock.now_s()
         self._forget(session)
 
@@ -428,5 +429,6 @@ class Trainer(WorldHolder):
         world.load_scalar_state(scalars)
         limit_s, clock = self._limits.transfer_s, self._context.clock
         self._context.device.finish(Deadline.after(clock, limit_s, "the state to be copied"))
+        self._snapshots.taken()  # of what is held, too
         held.release()
         self._stand(world)

@@ -42,6 +42,9 @@ NCCL_SETTINGS = {
     # All paths of a group are opened while it connects, beside training; else each is when it is
     # first used, which is in the first step of a world that has taken over.
     "NCCL_RUNTIME_CONNECT": "0",
+    # Transformer Engine's attention over a context-parallel group else sends in pairs, for which
+    # torch makes a communicator each when it is first used: the group's store is closed by then.
+    "NVTE_BATCH_MHA_P2P_COMM": "1",
 }
 """What torch and NCCL are told in a worker, where the environment does not say otherwise."""
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"

@@ -234,6 +234,20 @@ def begin_gradients_at_layers(module: Any) -> None:
             part.register_forward_pre_hook(begin, with_kwargs=True)
 
 
+def begin_again(chunks: list[Any]) -> None:
+    """Forgets, after a rehearsal, which gradients a micro-batch gives: the next step counts as the
+    first one, whose reductions Megatron launches in the order of buckets.
+
+    A rank that knows launches each reduction as soon as its gradients are there, in another order
+    than one that has not rehearsed.
+    """
+    for chunk in chunks:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            group.is_first_batch = True
+            group.golden_per_param_grad_ready_counts = {}
+            group.per_param_grad_ready_counts = {}
+
+
 def group_collection(rank_map: RankMap, at: Coordinate, book: GroupBook) -> ProcessGroupCollection:
     """Megatron's groups at one coordinate of a rank map, taken from `book`. No communication."""
     layout = rank_map.layout

@@ -120,11 +120,15 @@ def create_state(optimizers: Iterable[Any]) -> None:
 
 
 def step_counters(optimizers: Iterable[Any]) -> list[dict[str, Any]]:
-    """What Adam counts its steps in, under "step"; see `create_state`."""
+    """What Adam counts its steps in, under "step"; see `create_state`. Fused ones do not count in a
+    group of which this rank owns nothing."""
     return [
         held
         for adam in (one.optimizer for one in optimizers)
-        for held in (*adam.state.values(), *adam.param_groups)
+        for held in (
+            *adam.state.values(),
+            *(group for group in adam.param_groups if group["params"]),
+        )
         if "step" in held
     ]
 

@@ -278,7 +278,6 @@ class World:
         if again or not rehearsed.known(shapes, device):
             self._rehearse(layout.pp if layout.vpp > 1 else 1)
             rehearsed.remember(shapes)
-            self._clear_gradients()
 
     def _clear_gradients(self) -> None:
         for chunk in self.chunks:
@@ -290,6 +289,8 @@ class World:
         with thread.rehearsal(), dropout.NoDropout(), optimizer.forgetting(self.optimizer):
             self.forward_backward(0, most=micro_batches)
             self.update(0)
+        self._clear_gradients()
+        megatron.begin_again(self.chunks)
         self.renew_buffers()  # raises where a step leaves other buffers than it found
         for place, tensor, values in kept:
             place.put(tensor, values)

@@ -120,8 +120,8 @@ class PlayedWorker(WorkerScript):
         return [*said, restored]
 
     def _halted(self, message: m.Halt) -> list[m.FromWorker]:
-        """Of whatever it does, but not once all is trained."""
-        if self.doing == "finished":
+        """Of whatever it does, but not once all is trained; and not of a world before its own."""
+        if self.doing == "finished" or message.generation < self.world_generation:
             return []
         self.doing, self.armed, self.preparing, self.aborted = "halted", False, False, True
         held, generation = self.held, message.generation

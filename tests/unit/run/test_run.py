@@ -13,6 +13,7 @@ from liver_hpc.protocol.attempt import Phase
 from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
 from liver_hpc.run.actions import Ending
+from liver_hpc.run.event_clock import EventClock
 from liver_hpc.run.events import NodeGone, NodeGranted, NodeWarned
 from liver_hpc.run.lifecycle import RunState
 from liver_hpc.run.machine import Run
@@ -645,6 +646,108 @@ def test_who_does_not_answer_is_lost_too() -> None:
     assert play.run.ending is not None
     assert "worker 0 lost: did not answer for 30 s" in play.run.ending.reason
     assert "no boundary is left whole in memory" in play.run.ending.reason
+
+
+def four_that_train() -> Play:
+    """On two nodes, with snapshots of each step."""
+    play = that_recovers()
+    assert play.ask(m.ResizeRequest(workers=4)).ok
+    play.calm()
+    assert play.run.world is not None
+    assert play.run.world.rank_map.layout.workers == 4
+    return play
+
+
+def test_who_did_not_answer_in_time_is_not_lost_a_second_time_as_it_ends() -> None:
+    """The others fill a world meanwhile."""
+    play = four_that_train()
+    late, gone = play.run.world.rank_map.workers[0], play.run.world.rank_map.workers[3]  # type: ignore[union-attr]
+    play.workers[late].mute = True
+    lose(play, gone)
+    play.settle()
+    play.wait(DEADLINES["boundary_s"] + 1.0)
+    assert play.run.state is RunState.RECOVERING
+    lose(play, late)
+    assert play.run.state is RunState.RECOVERING
+    play.calm()
+    assert play.run.state is RunState.TRAINING
+    (recovery,) = recoveries(play)
+    assert {*map(int, recovery.lost.split(","))} == {late, gone}
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_goes_wrong_after_a_commit_is_made_good_in_the_world_that_has_committed(
+    fails: bool,
+) -> None:
+    """All hear of it, and nobody is lost."""
+    play = that_recovers()
+    assert play.ask(m.ResizeRequest(workers=4)).ok
+    while play.run.handoffs.committed_world is None:
+        if not play.go_on(draw=False):
+            play.train()
+    target = play.run.handoffs.committed_world
+    if fails:
+        told = m.Failed(worker=0, generation=target.generation, reason="no memory")
+        play.feed(told)
+    else:
+        play.wait(DEADLINES["release_s"] + 1.0)
+    sent = [each for _, _, done in play.entries for each in of(a.Send, done)]
+    (halt,) = [each for each in sent if isinstance(each.message, m.Halt)]  # type: ignore[attr-defined]
+    assert halt.message.generation == target.generation  # type: ignore[attr-defined]
+    assert {*halt.workers} >= {*target.rank_map.workers}  # type: ignore[attr-defined]
+
+
+def test_a_leaver_that_cannot_free_its_source_costs_nothing() -> None:
+    play = four_that_train()
+    (leaver, *_) = {0, 1, 2, 3} - {0, 1}
+    assert play.ask(m.ResizeRequest(workers=2)).ok
+    play.calm()
+    assert play.run.world is not None
+    assert leaver not in play.run.world.rank_map.workers
+    told = m.Failed(worker=leaver, generation=play.run.world.generation, reason="no memory")
+    play.feed(told)
+    assert play.run.state is RunState.TRAINING
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "ending", "saves"),
+    [
+        ("end", "signal", Ending.REQUEUE, True),
+        ("end", "operator", Ending.STOPPED, True),
+        ("operator", "end", Ending.STOPPED, False),
+        ("operator, with a checkpoint", "signal", Ending.STOPPED, True),
+    ],
+)
+def test_of_orders_to_stop_while_a_world_recovers_the_first_stands_as_at_other_times(
+    first: str, second: str, ending: str, saves: bool
+) -> None:
+    play = that_recovers()
+    lose(play, 1)
+    for order in (first, second):
+        match order:
+            case "end":
+                play.feed(e.EndNear("the job's end", play.now_s, play.now_s + 100.0))
+            case "signal":
+                play.feed(e.StopSignalled("SIGTERM"))
+            case _:
+                assert play.ask(m.StopRequest(checkpoint="with" in order)).ok
+    play.calm()
+    assert play.run.ending is not None
+    assert play.run.ending.state is ending
+    stops = [each.message for _, _, done in play.entries for each in of(a.Send, done)]  # type: ignore[attr-defined]
+    (stop,) = {each for each in stops if isinstance(each, m.Stop)}
+    assert (stop.checkpoint is not None) == saves
+
+
+def test_a_second_coordinator_that_dies_before_it_has_them_all_costs_no_time() -> None:
+    clock = EventClock()
+    for at_s, took_over in ((10.0, True), (15.0, True)):
+        before_s, clock.at_s = clock.at_s, at_s
+        if took_over:
+            clock.present.stands_still(before_s)
+    clock.at_s = 20.0
+    assert clock.present.goes_on() == 20.0
+    assert clock.present.now_s() == 0.0
 
 
 def test_a_world_that_is_not_what_it_was_filled_with_does_not_train() -> None:
