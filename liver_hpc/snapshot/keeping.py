@@ -24,7 +24,7 @@ from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.protocol.messages import HeldSnapshot, ScalarState, Unprotected
 from liver_hpc.snapshot.exchange import Exchange
 from liver_hpc.snapshot.memory import Snapshot, SnapshotState
-from liver_hpc.world.context import FAILURES, WorkerContext
+from liver_hpc.world.context import WorkerContext
 from liver_hpc.world.state import WorldState
 from liver_hpc.world.store import ControlStore
 from liver_hpc.world.world import StepResult, World
@@ -292,7 +292,7 @@ class _Taking(threading.Thread):
                 self._send()
                 self.cpu_s = self._used_s() - began_s
                 self.done.set()
-        except FAILURES as error:
+        except Exception as error:  # else nobody would learn that it has failed
             self.failed = True
             if not self._closed:
                 level = logging.INFO if self.is_last else logging.ERROR

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from liver_hpc.errors import LiverError
-from liver_hpc.world.groups import end
 from tests.integration.random_tokens import RandomTokenGPT
 
 STALL_S = 30.0
@@ -116,8 +115,7 @@ def plant(worker: int, phase: str, done: Path) -> None:
 
         def breaking_swap(self: Any, *arguments: Any) -> None:
             if self._worker == worker and next(swaps) == SNAPSHOTS + 1:
-                for backend in self._backends:
-                    end(backend)
+                self.close()
             swap(self, *arguments)
 
         Exchange.swap = breaking_swap  # type: ignore[method-assign]

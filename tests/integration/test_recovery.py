@@ -121,6 +121,29 @@ def test_a_source_worker_that_is_killed_in_a_handoff_costs_that_and_a_step(
     assert "1" in records.recoveries[0].lost.split(",")
 
 
+def test_a_leaver_that_has_gone_back_when_a_source_worker_is_killed_still_gives_what_it_has(
+    tmp_path: Path, quiet: RunRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for the verdict; the target keeps a group of the source, which it has let go for
+    that. Its copy of worker 1's share, and its own, are what is left of them."""
+    monkeypatch.setenv("LIVER_TEST_FAULT", "1:TRANSFER")
+    run = start(
+        run_config(
+            tmp_path,
+            ENDLESS,
+            initial=4,
+            notices=[{"at_step": 4, "layout": {"tp": 2}}],
+            layouts={2: [{"tp": 2}, {"dp": 2}], 3: [{"dp": 3}], 4: [{"tp": 2, "dp": 2}]},
+            snapshots=EVERY_STEP,
+            recipe="tests.integration.faulty:FaultyGPT",
+        )
+    )
+    records = recovered(run, quiet)
+    assert records.reconfigurations[0].outcome == "failed"
+    (recovery,) = records.recoveries
+    assert (recovery.lost, recovery.steps_redone <= 1) == ("1", True)
+
+
 @pytest.mark.long
 def test_a_loss_in_a_run_that_is_about_to_save_is_made_good_before_it_stops(tmp_path: Path) -> None:
     run = start(config_of(tmp_path, {"dp": 3}, 3))
