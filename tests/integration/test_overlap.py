@@ -23,6 +23,29 @@ def test_training_is_the_same_with_overlap(tmp_path: Path) -> None:
         assert apart(overlapped, plain) < 1e-6, layout
 
 
+BUCKETS_OF_ONE = {"overlap_grad_reduce": True, "bucket_elements": 4_000}
+"""In which attention's two projections are apart: of the one that is first among the parameters the
+gradient comes last."""
+
+
+def train_half_rehearsed(process: WorkerProcess) -> list[Any]:
+    """The first worker has rehearsed, the second one has not, as where it knows the shapes."""
+    from liver_hpc.world.world import World
+
+    if process.worker == 1:
+        World.warm_up = lambda world, again=True: None  # type: ignore[method-assign]
+    return train_cases(process, [Case("dp2", train=BUCKETS_OF_ONE)])
+
+
+def test_who_has_rehearsed_reduces_gradients_in_the_order_of_who_has_not(tmp_path: Path) -> None:
+    paths = tmp_path / "plain", tmp_path / "mixed"
+    for path in paths:
+        path.mkdir()
+    plain = run_workers(train_cases, 2, paths[0], [Case("dp2")])
+    mixed = run_workers(train_half_rehearsed, 2, paths[1])
+    assert apart(mixed[0][0], plain[0][0]) < 1e-6
+
+
 GATHERED_AT_ONCE = {**OVERLAP, "overlap_param_gather": False}
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -16,12 +17,14 @@ from hypothesis import strategies as st
 
 from liver_hpc.errors import DeadlineError
 from liver_hpc.layout.snapshots import SNAPSHOTS_HELD, largest_snapshot, most_held_bytes
+from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.protocol.messages import Unprotected
 from liver_hpc.run.salvage import newest
 from liver_hpc.snapshot.keeping import Flag
 from liver_hpc.snapshot.memory import Snapshot
 from liver_hpc.world.device import Device
 from tests.unit.layout.models import TIED
+from tests.unit.snapshot import rig
 from tests.unit.snapshot.rig import (
     ALONE,
     LIMIT_S,
@@ -52,6 +55,37 @@ def test_one_is_taken_every_so_many_steps(every_steps: int, taken: list[int]) ->
     for _ in range(6):
         one.train()
     assert one.steps_sent == taken
+
+
+class _SlowMemory(Device):
+    """Has memory for a snapshot once it may go on."""
+
+    go_on = threading.Event()
+
+    def host_memory(self, num_bytes: int) -> torch.Tensor:
+        assert self.go_on.wait(LIMIT_S)
+        return super().host_memory(num_bytes)
+
+
+def test_a_buffer_is_as_it_was_at_the_boundary_though_the_forward_changes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    buffer = replace(TIED.tensors[-1], role="buffer")
+    model = replace(TIED, tensors=(*TIED.tensors[:-1], buffer))
+    monkeypatch.setattr(rig, "TIED", model)
+    one = of_a_pair(1, device=_SlowMemory(CPU))
+    place = PARAMETER, len(model.tensors) - 1, buffer.whole
+    view = one.world.state.view(*place)
+    before = view.clone()
+    one.snapshots.begin(one.world, 0)
+    view.add_(1.0)
+    _SlowMemory.go_on.set()
+    one.snapshots.taken()
+    taking = one.snapshots._taking
+    assert taking is not None
+    held = taking.pending[0].find(*place)
+    assert held is not None
+    assert torch.equal(held.view(torch.float32), before)
 
 
 def test_without_snapshots_there_are_none() -> None:
