@@ -6,7 +6,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +137,9 @@ class ScriptedPool(NodePool):
         self.say(event)
         return event
 
-    def start(self, tell: Callable[[PoolEvent], None], adopt: bool = False) -> None:
+    def start(
+        self, tell: Callable[[PoolEvent], None], adopt: Collection[str] | None = None
+    ) -> None:
         self._tell = tell
         for node in self._first:
             self.grant(node)

@@ -7,7 +7,7 @@ import multiprocessing
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -89,7 +89,9 @@ class _Nodes(NodePool):
     def __init__(self, count: int) -> None:
         self._count = count
 
-    def start(self, tell: Callable[[PoolEvent], None], adopt: bool = False) -> None:
+    def start(
+        self, tell: Callable[[PoolEvent], None], adopt: Collection[str] | None = None
+    ) -> None:
         for number in range(self._count):
             tell(NodeGranted(Node(f"n{number}", "machine", slots=NODE_WORKERS)))
 

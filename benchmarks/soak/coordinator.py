@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -95,14 +95,16 @@ class BookedNodes(NodePool):
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def start(self, tell: Callable[[PoolEvent], None], adopt: bool = False) -> None:
+    def start(
+        self, tell: Callable[[PoolEvent], None], adopt: Collection[str] | None = None
+    ) -> None:
         last: dict[str, PoolEvent] = {}
         for event in self._book.news():
             last[_name(event)] = event
         for name, event in last.items():
-            if isinstance(event, NodeWarned) and not adopt:
+            if isinstance(event, NodeWarned) and adopt is None:
                 tell(_event("granted", name))
-            if adopt or not isinstance(event, NodeGone):
+            if adopt is not None or not isinstance(event, NodeGone):
                 tell(event)
         self._thread = threading.Thread(target=self._hear, args=(tell,), daemon=True)
         self._thread.start()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from liver_hpc.run.events import Node, NodeGranted, PoolEvent
 
@@ -14,11 +14,14 @@ class NodePool:
     any number of slots: nothing is asked for and nothing given back.
     """
 
-    def start(self, tell: Callable[[PoolEvent], None], adopt: bool = False) -> None:
+    def start(
+        self, tell: Callable[[PoolEvent], None], adopt: Collection[str] | None = None
+    ) -> None:
         """From now on `tell` is called with every event, from any thread. Once.
 
-        The nodes that are held already are told before it returns. adopt: what another coordinator
-        of this run has asked for is held, too, and not given back.
+        The nodes that are held already are told before it returns. adopt: those that another
+        coordinator of this run held: what it has asked for is held, too, and not given back. Then
+        it does not block; what is gone by now is told later.
         """
         tell(NodeGranted(Node("", "machine")))
 

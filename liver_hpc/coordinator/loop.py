@@ -236,8 +236,12 @@ class Coordinator:
                 granted.add(event.node.name)
             self._inbox.put(event)
 
-        self._services.pool.start(tell, adopt=True)
-        for node in {*self.core.elastic.nodes} - granted:
+        nodes = self.core.elastic.nodes
+        self._services.pool.start(tell, adopt={*nodes})
+        for held in nodes.values():
+            if held.given_back:  # but what that came to is not known
+                self._services.pool.give_back(held.node.name)
+        for node in {*nodes} - granted:
             self._feed(e.NodeGone(node, "it was taken while there was no coordinator"))
         self._services.pool.want(left.wanted)
         for node in left.avoided:

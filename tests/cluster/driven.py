@@ -79,6 +79,7 @@ class DrivenRun:
         (self.path / "run.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
         create_secret(self.path / "secret")
         self.events: list[Event] = []
+        self.granted: set[str] = set()  # nodes, at any time
         self._answers: queue.Queue[Event] = queue.Queue()
         self.process: subprocess.Popen[str] | None = None
 
@@ -114,7 +115,7 @@ class DrivenRun:
             text=True,
         )
         threading.Thread(target=self._listen, daemon=True).start()
-        self.ask("start", adopt)
+        self.ask("start", sorted(self.granted) if adopt else None)
 
     def _listen(self) -> None:
         assert self.process is not None
@@ -125,6 +126,8 @@ class DrivenRun:
                 self._answers.put(event)
             else:
                 self.events.append(event)
+                if event["kind"] == "NodeGranted":
+                    self.granted.add(event["node"]["name"])
 
     def ask(self, operation: str, *arguments: object, limit_s: float = 60.0) -> Any:
         assert self.process is not None

@@ -31,9 +31,10 @@ class BurstPolicy:
 
     Requests stand, each for `nodes_per_request` nodes, until the run holds or has asked for as
     many nodes as its wanted workers take, within `min_nodes` and `max_nodes`. spent_node_hours:
-    what earlier jobs of the run have used of the cap. shortest_min: an allocation for a shorter
-    time is of no use, so near the cap nothing is asked for. pending: the nodes of each request that
-    stands, the oldest first. not_before_s: nothing is asked for before; -inf after no refusal.
+    what jobs of the run that are over have used of the cap. shortest_min: an allocation for a
+    shorter time is of no use, so near the cap nothing is asked for. pending: the nodes of each
+    request that stands, the oldest first. not_before_s: nothing is asked for before; -inf after no
+    refusal.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class BurstPolicy:
         self._config = config
         self._slots_per_node = slots_per_node
         self._clock = clock
-        self._spent_node_hours = spent_node_hours
+        self.spent_node_hours = spent_node_hours
         self._shortest_min = shortest_min
         self._workers = 0
         self.pending: dict[str, int] = {}
@@ -64,9 +65,14 @@ class BurstPolicy:
     def submitted(self, job: str, nodes: int) -> None:
         self.pending[job] = nodes
 
-    def granted(self, job: str, nodes: int) -> None:
+    def go_on(self, spent_node_hours: float) -> None:
+        """In the place of another one, which had used so much with jobs that are over."""
+        self.spent_node_hours = spent_node_hours
+
+    def granted(self, job: str, nodes: int, since_s: float | None = None) -> None:
+        """since_s: None for now."""
         self.pending.pop(job, None)
-        self.held[job] = Grant(nodes, self._clock.now_s())
+        self.held[job] = Grant(nodes, self._clock.now_s() if since_s is None else since_s)
 
     def ended(self, job: str, by_us: bool) -> None:
         """A request or a grant is no more; `by_us`: it was cancelled or given back on purpose."""
@@ -74,7 +80,7 @@ class BurstPolicy:
         grant, lived_s = self.held.pop(job, None), 0.0
         if grant is not None:
             lived_s = self._clock.now_s() - grant.since_s
-            self._spent_node_hours += grant.nodes * lived_s / 3600
+            self.spent_node_hours += grant.nodes * lived_s / 3600
         if not by_us and lived_s < HELD_S:
             self.refused()
 
@@ -90,7 +96,7 @@ class BurstPolicy:
         """Granted nodes times the hours for which they were held, up to now."""
         now_s = self._clock.now_s()
         running = sum(grant.nodes * (now_s - grant.since_s) for grant in self.held.values())
-        return self._spent_node_hours + running / 3600
+        return self.spent_node_hours + running / 3600
 
     @property
     def exhausted(self) -> bool:

@@ -24,6 +24,8 @@ from liver_hpc.host.child import Child, Command
 from liver_hpc.run.outcome import write_private_json
 
 RECORD_FILE = "burst.json"
+_SAVED_S = 60.0
+"""As old what is noted of the cap may be."""
 REJECTED_S = 1800.0
 """So long a node that has failed its health check is not asked for again."""
 
@@ -33,12 +35,27 @@ _NONE = BurstSection(partition="none", max_nodes=1)
 log = logging.getLogger(__name__)
 
 
+class _Granted(BaseModel):
+    """nodes: of a job that runs; since_s: for how long."""
+
+    nodes: tuple[str, ...]
+    since_s: float
+
+
 class _Record(BaseModel):
-    """burst.json: the name of the jobs that this coordinator asks for, and what all coordinators of
-    the run have used so far."""
+    """burst.json: the name of the jobs that this coordinator asks for; what all coordinators of the
+    run have used, of jobs that are over; those that run, as of `seen_s`."""
 
     job_name: str = ""
     node_hours: float = 0.0
+    granted: dict[str, _Granted] = {}
+    seen_s: float = 0.0
+
+    @property
+    def used_node_hours(self) -> float:
+        """With those that ran when somebody last looked."""
+        held = ((len(job.nodes), self.seen_s - job.since_s) for job in self.granted.values())
+        return self.node_hours + sum(nodes * max(0.0, for_s) for nodes, for_s in held) / 3600
 
     @classmethod
     def read(cls, path: Path) -> _Record:
@@ -79,14 +96,15 @@ class BurstJobs:
         self._run_directory = run_directory.absolute()
         self._record_path = run_directory / RECORD_FILE
         self.avoided: frozenset[str] = frozenset()
-        earlier = _Record.read(self._record_path)
-        self._earlier_name = earlier.job_name
+        self._earlier = _Record.read(self._record_path)
+        self._nodes: dict[str, tuple[str, ...]] = {}  # of the jobs that run
+        self._saved_s = -math.inf
         self.name = f"{self._run_directory.name}-burst-{secrets.token_hex(4)}"
         self.policy = BurstPolicy(
             self._burst,
             self._slots,
             clock,
-            spent_node_hours=earlier.node_hours,
+            spent_node_hours=self._earlier.used_node_hours,
             shortest_min=math.floor(self._slurm.end_window_s / 60) + 1,
         )
         self._reaper: Child | None = None
@@ -94,16 +112,21 @@ class BurstJobs:
 
     def open(self, adopt: bool) -> list[Allocation]:
         """Readies what the requests need. What a killed coordinator has asked for is cancelled, or,
-        with `adopt`, goes on: what it holds of that is returned. Raises SlurmError, OSError."""
+        with `adopt`, goes on: what it held is returned, as it was noted; Slurm is not asked, and
+        `observe` finds what has changed. Raises SlurmError, OSError."""
         script = self._run_directory / BURST_SCRIPT
         script.write_text(self._script, encoding="utf-8")
         script.chmod(0o700)
         held: list[Allocation] = []
-        if self._earlier_name and adopt:
-            self.name, self._unsure = self._earlier_name, True
-            held = self.observe({})
-        elif self._earlier_name:
-            self._commands.cancel_named(self._earlier_name)
+        earlier = self._earlier
+        if earlier.job_name and adopt:
+            self.name, self._unsure = earlier.job_name, True
+            self.policy.go_on(earlier.node_hours)
+            for job, granted in earlier.granted.items():
+                self.policy.granted(job, len(granted.nodes), granted.since_s)
+                held.append(self._allocation(job, granted.nodes, None))
+        elif earlier.job_name:
+            self._commands.cancel_named(earlier.job_name)
         self.save()
         program = [sys.executable, "-P", "-m", "liver_hpc.cluster.slurm.reaper"]
         self._reaper = Child(
@@ -120,8 +143,19 @@ class BurstJobs:
 
     def save(self) -> None:
         """Notes what has been used of the cap; a full disk must not cost a grant, or its end."""
+        held = self.policy.held
+        self._saved_s = self._clock.now_s()
         try:
-            record = _Record(job_name=self.name, node_hours=self.policy.node_hours)
+            record = _Record(
+                job_name=self.name,
+                node_hours=self.policy.spent_node_hours,
+                granted={
+                    job: _Granted(nodes=self._nodes[job], since_s=grant.since_s)
+                    for job, grant in held.items()
+                    if job in self._nodes
+                },
+                seen_s=self._saved_s,
+            )
             write_private_json(self._record_path, record.model_dump())
         except OSError as error:
             log.warning("%s: %s", self._record_path, error)
@@ -135,7 +169,7 @@ class BurstJobs:
             info = jobs.get(job)
             if info is not None and info.state == RUNNING and info.nodes:
                 self.policy.granted(job, len(info.nodes))
-                granted.append(self._allocation(info))
+                granted.append(self._allocation(job, info.nodes, info.ends_s))
             elif info is None or info.over:
                 self.policy.ended(job, by_us=False)
                 self._note(f"burst request {job} has ended without a grant")
@@ -143,20 +177,22 @@ class BurstJobs:
                 self._once.cancel(job)
                 self.policy.ended(job, by_us=False)
                 self._note(f"burst request {job} was refused: {info.reason}")
-        if granted:
+        stale = self.policy.held and self._clock.now_s() - self._saved_s >= _SAVED_S
+        if granted or stale:
             self.save()
         return granted
 
-    def _allocation(self, info: JobInfo) -> Allocation:
+    def _allocation(self, job: str, nodes: tuple[str, ...], ends_s: float | None) -> Allocation:
+        self._nodes[job] = nodes
         return Allocation(
-            name=f"burst-{info.job_id}",
-            job=info.job_id,
-            nodes=info.nodes,
+            name=f"burst-{job}",
+            job=job,
+            nodes=nodes,
             slots=self._slots,
             gpus_per_node=self._burst.gpus_per_node,
             partition=self._burst.partition,
             burst=True,
-            ends_s=info.ends_s,
+            ends_s=ends_s,
         )
 
     def _adopt(self) -> dict[str, JobInfo]:

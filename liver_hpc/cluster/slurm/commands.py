@@ -77,6 +77,9 @@ class PartitionInfo:
     nodes: str
 
 
+_PREFERENCES = ("SQUEUE_", "SINFO_", "SCANCEL_", "SCONTROL_", "SACCT_")
+"""Variables of users that would hide jobs, or have questions asked."""
+
 CommandRunner = Callable[[Sequence[str], float], "subprocess.CompletedProcess[str]"]
 """Runs a command for at most so many seconds; raises TimeoutExpired, FileNotFoundError."""
 
@@ -84,16 +87,18 @@ CommandRunner = Callable[[Sequence[str], float], "subprocess.CompletedProcess[st
 def run_command(
     words: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command of Slurm in the environment of no job, with times in epoch seconds.
+    """Runs a command of Slurm in the environment of no job, with times in epoch seconds, and
+    without what a user would have squeue and others show or ask of him.
 
-    `environment` is taken instead, as it is: a job that sbatch queues inherits it.
+    `environment` is taken instead, as it is otherwise: a job that sbatch queues inherits it.
     """
     if environment is None:
         own = clean_environment(os.environ)
         environment = {**own, "SLURM_TIME_FORMAT": "%s", "LC_ALL": "C"}
+    known = {name: v for name, v in environment.items() if not name.startswith(_PREFERENCES)}
     return subprocess.run(
         list(words),
-        env=environment,
+        env=known,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         encoding="utf-8",

@@ -28,8 +28,9 @@ GIVEN_BACK = "given back"
 
 _SAME_S = 1.5
 """Slurm's times are whole seconds; ends closer together than this are one."""
-_DRAINED_FLAGS = {"drain", "draining", "drained", "drng"}
-_DOWN_FLAGS = {"down", "fail", "failing", "power_down", "powered_down"}
+_DRAINED_FLAGS = {"drain", "draining", "drained", "drng", "fail", "failing", "failg", "power_down"}
+"""Jobs that are there go on, also on a node that was set to FAIL, or is to be switched off."""
+_DOWN_FLAGS = {"down", "powering_down", "powered_down"}
 
 
 @dataclass
@@ -39,10 +40,10 @@ class Allocation:
 
     job: its own id, under which squeue lists its steps. het: of a component, the id of its leader,
     which srun wants, and its index. gpus_per_node: what steps ask for. own: the coordinator runs in
-    it. automatic: its nodes are used without being asked for. grace_s: what its partition grants
-    the preempted; None where nobody is preempted. ends_s: when its time is up as long as nothing
-    shortens it; None without a limit, or before that is known. returning: why it is to be
-    cancelled; empty as long as it is not.
+    it. automatic: its nodes are used without being asked for. grace_s, most_grace_s: what its
+    partition grants the preempted, of several the least and the most; None where nobody is. ends_s:
+    when its time is up as long as nothing shortens it; None without a limit, or before that is
+    known. returning: why it is to be cancelled; empty as long as it is not.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Allocation:
     burst: bool = False
     automatic: bool = True
     grace_s: float | None = None
+    most_grace_s: float | None = None
     ends_s: float | None = None
     warned: dict[str, NodeWarned] = field(default_factory=dict)
     end_told: EndNear | None = None
@@ -68,10 +70,19 @@ class Allocation:
 
     def is_preemption(self, ends_s: float, now_s: float) -> bool:
         """Preemption moves a job's end to the end of its grace time; a time limit stays."""
-        if self.grace_s is None:
+        if self.most_grace_s is None:
             return False
-        shortened = self.ends_s is None or ends_s < self.ends_s - _SAME_S
-        return shortened and ends_s <= now_s + self.grace_s + _SAME_S
+        return self.is_shortened(ends_s) and ends_s <= now_s + self.most_grace_s + _SAME_S
+
+    def is_shortened(self, ends_s: float) -> bool:
+        """Whether its time is up earlier than was known."""
+        return self.ends_s is None or ends_s < self.ends_s - _SAME_S
+
+    def granted_by(self, grace_s: Mapping[str, float]) -> None:
+        """Notes what its partitions, by name, grant the preempted; a job is in one of several."""
+        granted = [grace_s[name] for name in self.partition.split(",") if name in grace_s]
+        self.grace_s = min(granted, default=None)
+        self.most_grace_s = max(granted, default=None)
 
     def is_taken(self, node: str) -> bool:
         """Whether Slurm takes the node anyway: there is a time by which it does."""
@@ -107,6 +118,8 @@ class Allocation:
 
     def remove(self, node: str, reason: str) -> NodeGone:
         self.nodes = tuple(name for name in self.nodes if name != node)
+        if self.burst and self.given_back and self.given_back >= {*self.nodes}:
+            self.returning = GIVEN_BACK
         return NodeGone(node, reason)
 
 
@@ -131,6 +144,12 @@ class Holdings:
         self.grace_s = grace_s or {}
         self._end_window_s = end_window_s
         self._held: dict[str, Allocation] = {}
+
+    def learn(self, kill_s: float, grace_s: Mapping[str, float]) -> None:
+        """What Slurm says of these; also of what is held already."""
+        self.kill_s, self.grace_s = kill_s, grace_s
+        for held in self._held.values():
+            held.granted_by(grace_s)
 
     # ---- what is held
 
@@ -163,7 +182,7 @@ class Holdings:
 
     def enter(self, new: Allocation) -> list[PoolEvent]:
         """A burst job goes back when some of its nodes are held already."""
-        new.grace_s = self.grace_s.get(new.partition)
+        new.granted_by(self.grace_s)
         shared = sorted({*new.nodes} & {*self.node_names()}) if new.burst else []
         self._held[new.job] = new
         if not shared:
@@ -249,6 +268,8 @@ class Holdings:
             return held.warn(PREEMPTED, at_s, ends_s if ends_s > at_s else kill_s)
         if ends_s is not None and (signal != "SIGTERM" or ends_s <= at_s + _SAME_S):
             return held.warn(TIME_LIMIT, at_s, max(ends_s, kill_s))
+        if ends_s is not None and held.ends_s is not None and held.is_shortened(ends_s):
+            return held.warn(PREEMPTED, at_s, ends_s)  # the grace time may be that of a QOS
         if signal != "SIGTERM":
             return self._unexplained(held, node, at_s)
         # The job goes on unchanged: somebody cancels this one step.
@@ -266,8 +287,9 @@ class Holdings:
         """The cap of node hours is reached: burst nodes have to be left."""
         events: list[PoolEvent] = []
         for held in self._held.values():
-            if held.burst and not held.warned:
-                events += held.warn(NODE_HOURS, now_s, deadline_s)
+            for node in held.nodes if held.burst else ():
+                if not held.is_taken(node):
+                    events += held.warn_node(node, NODE_HOURS, now_s, deadline_s)
         return events
 
     def reject(self, node: str, why: str) -> list[PoolEvent]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from liver_hpc.clock import Clock, Deadline
@@ -63,30 +64,31 @@ class SlurmPool(NodePool):
         self._warnings: queue.SimpleQueue[_Warning | None] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._ending = threading.Event()
-        self._unreachable = False
+        self._unreachable = self._has_learned = self._asks_at_once = False
         self._threads: list[threading.Thread] = []
         self._tell: Callable[[PoolEvent], None] = lambda event: None
 
     # ---- for the run
 
-    def start(self, tell: Callable[[PoolEvent], None], adopt: bool = False) -> None:
+    def start(
+        self, tell: Callable[[PoolEvent], None], adopt: Collection[str] | None = None
+    ) -> None:
         self._tell = tell
-        try:
-            found = self._commands.partitions().values()
-            preempted = [partition for partition in found if partition.preempt_mode != "OFF"]
-            self._holdings.grace_s = {partition.name: partition.grace_s for partition in preempted}
-            kill_wait, *_ = self._commands.setting("KillWait").split()  # "30 sec"
-            self._holdings.kill_s = float(kill_wait)
-        except (LiverError, ValueError) as error:
-            self._note(f"Slurm's partitions are unknown: {error}")
-        self._enter_own()
+        if adopt is None:
+            with suppress(ControllerUnreachable):  # it is asked again
+                self._learn(self._commands)
+            self._enter_own()
+        else:  # workers wait for a word; the watching thread asks Slurm
+            for held in self._own:
+                self._enter_known(held, adopt)
         if self._slurm.burst is not None:
             try:
-                for held in self._burst.open(adopt):
-                    self._tell_all(self._holdings.enter(held))
+                for held in self._burst.open(adopt is not None):
+                    self._enter_known(held, held.nodes if adopt is None else adopt)
                 self._asks = True
             except (LiverError, OSError) as error:
                 self._note(f"no burst nodes will be asked for: {error}")
+        self._asks_at_once = adopt is not None
         for target, name in ((self._watch, "slurm-pool"), (self._explain, "slurm-warnings")):
             thread = threading.Thread(target=target, name=name, daemon=True)
             thread.start()
@@ -138,6 +140,28 @@ class SlurmPool(NodePool):
 
     # ---- the start
 
+    def _learn(self, commands: SlurmCommands) -> None:
+        """What there is to know of partitions, once. Raises ControllerUnreachable."""
+        try:
+            found = commands.partitions().values()
+            kill_wait, *_ = commands.setting("KillWait").split()  # "30 sec"
+            kill_s = float(kill_wait)
+        except ControllerUnreachable:
+            raise
+        except (LiverError, ValueError) as error:
+            self._note(f"Slurm's partitions are unknown: {error}")
+        else:
+            preempted = [partition for partition in found if partition.preempt_mode != "OFF"]
+            grace_s = {partition.name: partition.grace_s for partition in preempted}
+            with self._lock:
+                self._holdings.learn(kill_s, grace_s)
+        self._has_learned = True
+
+    def _enter_known(self, held: Allocation, known: Collection[str]) -> None:
+        """Of an allocation, the nodes that the run has not lost."""
+        held.nodes = tuple(node for node in held.nodes if node in known)
+        self._tell_all(self._holdings.enter(held))
+
     def _enter_own(self) -> None:
         jobs: dict[str, JobInfo] = {}
         try:
@@ -158,7 +182,7 @@ class SlurmPool(NodePool):
     # ---- the watching thread
 
     def _watch(self) -> None:
-        next_poll_s = self._clock.now_s() + self._slurm.poll_s
+        next_poll_s = self._clock.now_s() + (0.0 if self._asks_at_once else self._slurm.poll_s)
         polls = 0
         while not self._ending.is_set():
             self._wake.wait(self._pause_s(next_poll_s))
@@ -196,6 +220,8 @@ class SlurmPool(NodePool):
             states = self._once.node_states(nodes)
             with self._lock:
                 self._tell_all(self._holdings.observe_nodes(states, self._clock.now_s()))
+        if not self._has_learned:
+            self._learn(self._once)
         if self._unreachable:
             self._unreachable = False
             self._note("the Slurm controller answers again")

@@ -117,7 +117,8 @@ def jobs_of_json(printed: str, hostnames: Hostnames) -> dict[str, JobInfo]:
 def _job_of_json(job: Mapping[str, Any], hostnames: Hostnames) -> JobInfo:
     state = job["job_state"]
     if not isinstance(state, str):  # 23.11 lists the state and its flags
-        state = COMPLETING if COMPLETING in state else state[0]
+        flags = (word for word in (COMPLETING, "CONFIGURING") if word in state)
+        state = next(flags, state[0])
     leader, ends_s = _number(job["het_job_id"]), _number(job["end_time"])
     return JobInfo(
         job_id=str(job["job_id"]),

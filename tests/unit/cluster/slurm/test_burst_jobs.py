@@ -103,6 +103,43 @@ def test_what_was_used_of_the_cap_outlives_a_coordinator(cluster: Cluster, tmp_p
     assert second.name != first.name
 
 
+def test_what_the_next_coordinator_adopts_is_held_as_long_as_it_was(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """By what was noted; nobody is asked."""
+    clock = FakeClock()
+    first = burst_jobs(cluster, clock, tmp_path)
+    first.open(adopt=False)
+    first.policy.submitted("7", 1)
+    cluster.answers["squeue"] = Answer(0, "7|7|RUNNING|None|9999|n4\n")
+    assert [granted.job for granted in first.observe(_now(cluster))] == ["7"]
+    clock.advance(3600.0)
+    cluster.asked.clear()
+    second = burst_jobs(cluster, clock, tmp_path)
+    (held,) = second.open(adopt=True)
+    assert (held.job, held.nodes, second.name) == ("7", ("n4",), first.name)
+    assert not cluster.asked
+    clock.advance(1800.0)
+    assert second.policy.node_hours == pytest.approx(1.5)
+    assert second.observe({}) == [], "which is known already"
+
+
+def test_what_is_held_counts_against_the_cap_when_its_coordinator_is_killed(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    clock = FakeClock()
+    first = burst_jobs(cluster, clock, tmp_path)
+    first.policy.submitted("7", 1)
+    cluster.answers["squeue"] = Answer(0, "7|7|RUNNING|None|9999|n4\n")
+    first.observe(_now(cluster))
+    for _ in range(60):
+        clock.advance(60.0)
+        first.observe({})
+    clock.advance(30.0)
+    second = burst_jobs(cluster, clock, tmp_path)
+    assert second.policy.node_hours == pytest.approx(1.0)
+
+
 def test_a_disk_that_is_full_does_not_cost_a_grant(
     cluster: Cluster, jobs: BurstJobs, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -171,6 +172,10 @@ def test_a_command_runs_in_the_environment_of_no_job(monkeypatch: pytest.MonkeyP
     printed = run_command(["env"], 5.0).stdout.splitlines()
     assert "SLURM_TIME_FORMAT=%s" in printed
     assert not any(line.startswith("SLURM_JOB_ID") for line in printed)
+    hides = {"SQUEUE_PARTITION": "gpu", "SCANCEL_INTERACTIVE": "1", "SBATCH_ACCOUNT": "a"}
+    printed = run_command(["env"], 5.0, {**os.environ, **hides}).stdout.splitlines()
+    told = {line.partition("=")[0] for line in printed} & hides.keys()
+    assert told == {"SBATCH_ACCOUNT"}
     with pytest.raises(TimeoutExpired):
         run_command(["sleep", "5"], 0.1)
     with pytest.raises(SlurmError, match="squeue"):

@@ -185,6 +185,41 @@ def test_a_drain_is_told_once_and_never_beats_a_deadline(held: Holdings) -> None
     assert held.observe_nodes({"n2": "allocated"}, 1_022.0) == []  # it is still preempted
 
 
+@pytest.mark.parametrize("state", ["allocated+fail", "failing", "allocated+drain+power_down"])
+def test_a_node_whose_jobs_go_on_is_left_live(held: Holdings, state: str) -> None:
+    assert held.observe_nodes({"n2": state}, 1_000.0) == warned("n2", "drained", 1_000.0, None)
+
+
+@pytest.mark.parametrize("state", ["down*", "powering_down", "powered_down"])
+def test_a_node_without_jobs_is_gone(held: Holdings, state: str) -> None:
+    assert held.observe_nodes({"n2": state}, 1.0) == [NodeGone("n2", f"Slurm says {state}")]
+
+
+def test_a_burst_job_goes_back_when_the_one_node_in_use_goes_down(held: Holdings) -> None:
+    held.give_back("n4")
+    held.observe_nodes({"n5": "down"}, 1_000.0)
+    assert [back.job for back in held.returning()] == ["9"]
+
+
+def test_a_job_in_one_of_several_partitions_has_what_that_grants(held: Holdings) -> None:
+    held.learn(KILL_S, {"short": 5.0, "long": 600.0})
+    both = Allocation("burst-10", "10", ("n6",), 2, partition="short,long", burst=True)
+    both.ends_s = LIMIT_S
+    held.enter(both)
+    info = JobInfo("10", None, "RUNNING", "None", ("n6",), 1_500.0)
+    told = signalled(held, "n6", "SIGTERM", 1_000.0, info)
+    assert told == warned("n6", "preempted", 1_000.0, 1_500.0)
+    assert both.grace_s == 5.0
+
+
+def test_an_end_that_comes_nearer_with_a_sigterm_is_a_preemption(held: Holdings) -> None:
+    """Its grace time may be that of a QOS."""
+    held.learn(KILL_S, {})
+    info = replace(BURST, ends_s=1_200.0)
+    told = signalled(held, "n4", "SIGTERM", 1_000.0, info)
+    assert told == warned("n4 n5", "preempted", 1_000.0, 1_200.0)
+
+
 def test_a_burst_job_goes_back_when_all_its_nodes_are_empty(held: Holdings) -> None:
     held.give_back("n4")
     held.use("n4")  # used again
@@ -230,5 +265,11 @@ def test_a_component_goes_back_only_when_slurm_takes_it_anyway(held: Holdings) -
 
 
 def test_at_the_cap_burst_nodes_have_to_be_left_once(held: Holdings) -> None:
+    assert held.spent(1_000.0, 1_600.0) == warned("n4 n5", "node hours", 1_000.0, 1_600.0)
+    assert held.spent(1_005.0, 1_605.0) == []
+
+
+def test_at_the_cap_a_node_that_slurm_drains_is_left_with_the_others(held: Holdings) -> None:
+    held.observe_nodes({"n4": "allocated+drain"}, 900.0)
     assert held.spent(1_000.0, 1_600.0) == warned("n4 n5", "node hours", 1_000.0, 1_600.0)
     assert held.spent(1_005.0, 1_605.0) == []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from subprocess import TimeoutExpired
 
 import pytest
 
@@ -13,7 +15,7 @@ from liver_hpc.cluster.slurm.holdings import Allocation
 from liver_hpc.cluster.slurm.pool import SlurmPool
 from liver_hpc.cluster.slurm.squeue import Squeue
 from liver_hpc.config.schema import RunConfig
-from liver_hpc.run.events import NodeGranted, NodeWarned, PoolEvent, PoolNote
+from liver_hpc.run.events import NodeGone, NodeGranted, NodeWarned, PoolEvent, PoolNote
 from tests.slurm_answers import Answer
 
 BURST = {"partition": "preempt", "max_nodes": 2, "backoff_s": 60.0}
@@ -36,6 +38,10 @@ class Controller:
         self.says = {"sbatch": "9\n"}
         self.asked: list[list[str]] = []
         self.hold: Callable[[], None] = lambda: None
+
+    def answers_if(self, answering: threading.Event) -> None:
+        if not answering.is_set():
+            raise TimeoutExpired("squeue", 1.0)
 
     def __call__(self, words: Sequence[str], limit_s: float) -> Answer:
         self.asked.append(list(words))
@@ -128,6 +134,29 @@ def test_an_answer_that_makes_no_sense_is_told_and_watching_goes_on(
     watched.until(lambda: "wanted 6 fields" in watched.notes(), "the note")
     controller.jobs = {1: lines[1], 2: lines[2]}
     watched.until(lambda: "NodeGone" in str(watched.told), "the end of a component")
+
+
+def test_what_another_coordinator_held_is_there_before_slurm_says_a_word(
+    tmp_path: Path, controller: Controller
+) -> None:
+    """Once it does, what is gone is told, and what there is to know of partitions is asked."""
+    answering = threading.Event()
+    controller.hold = lambda: controller.answers_if(answering)
+    watched = Watched(tmp_path, controller, 0.05)
+    watched.pool.start(watched.told.append, adopt={"n1", "n3"})
+    try:
+        assert [e.node.name for e in watched.told if isinstance(e, NodeGranted)] == ["n1", "n3"]
+        watched.until(lambda: "does not answer" in watched.notes(), "the note")
+        assert not [e for e in watched.told if isinstance(e, NodeGone)]
+        del controller.jobs[3]
+        controller.says["sinfo"] = "preempt|7|REQUEUE|n[4-9]\n"
+        answering.set()
+        watched.until(lambda: NodeGone in map(type, watched.told), "the end of a component")
+        asked = [words[0] for words in controller.asked]
+        watched.until(lambda: "scontrol" in asked, "what KillWait is")
+    finally:
+        controller.jobs.clear()
+        watched.pool.close()
 
 
 def test_a_burst_job_on_a_node_that_is_held_already_goes_back(
