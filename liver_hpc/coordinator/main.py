@@ -37,7 +37,7 @@ from liver_hpc.report.hdf5 import read_hdf5
 from liver_hpc.report.store import METRICS_FILE, write_metrics
 from liver_hpc.run.codec import memory_of
 from liver_hpc.run.directory import RunDirectory
-from liver_hpc.run.entries import JOURNAL_FILE, read_entries
+from liver_hpc.run.entries import JOURNAL_FILE, last_start, read_entries
 from liver_hpc.run.epoch import Superseded, claim_epoch
 from liver_hpc.run.events import Memory
 from liver_hpc.run.journal import Journal
@@ -173,7 +173,7 @@ def _left(journal: Path, config: RunConfig, services: Services) -> Left | None:
     if not journal.exists():
         return None
     try:
-        return what_is_left(read_entries(journal), lambda: new_core(config, services))
+        return what_is_left(last_start(journal), lambda: new_core(config, services))
     except ConfigError as error:
         log.error("no coordinator can take over, the run begins again: %s", error)
         return None

@@ -20,7 +20,7 @@ from liver_hpc.rendezvous.conversation import Conversation
 from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
 from liver_hpc.run.codec import decode_event, encode
-from liver_hpc.run.entries import COORDINATOR_STARTED, STEPS_DROPPED, Entry
+from liver_hpc.run.entries import STEPS_DROPPED, Entry
 from liver_hpc.run.lifecycle import STARTING
 from liver_hpc.run.machine import Run
 
@@ -98,30 +98,18 @@ class Left:
                 self.avoided.discard(action.node)
 
 
-def what_is_left(journal: Iterable[Entry], new_core: Callable[[], Run]) -> Left | None:
-    """The last start of a journal, where workers may train on; None where it has ended, or has not
-    come to train.
+def what_is_left(start: Iterable[Entry], new_core: Callable[[], Run]) -> Left | None:
+    """What the entries of a start that has not ended (`entries.last_start`) come to, where workers
+    may train on; None where it has not come to train.
 
     Raises ConfigError where the journal is damaged, or a core of this release decides otherwise
     than it has.
     """
-    entries = _last_start(journal)
-    if not entries or any(each["type"] == "end" for entry in entries for each in entry.actions):
-        return None
     left = Left(new_core())
-    for entry in entries:
+    for entry in start:
         if entry.event["type"] != STEPS_DROPPED:  # nothing but training steps
             left._tell(entry)
     return None if left.core.state is STARTING else left
-
-
-def _last_start(entries: Iterable[Entry]) -> list[Entry]:
-    last: list[Entry] = []
-    for entry in entries:
-        if entry.event["type"] == COORDINATOR_STARTED:
-            last = []
-        last.append(entry)
-    return last
 
 
 def _plain(value: Any) -> Any:

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -68,18 +69,19 @@ def encode(
 
 
 class JournalReader:
-    """Reads a journal from its beginning on, as far as it has been written, and goes on from there
-    whenever it is asked for more.
+    """Reads a journal from its beginning on, or from the line that begins at a byte, as far as it
+    has been written, and goes on from there whenever it is asked for more.
 
-    read_bytes: of the whole lines that have been read. torn_bytes: how many followed the last of
-    them; they are read once their line is whole.
+    read_bytes: where the whole lines that have been read end. torn_bytes: how many followed the
+    last of them; they are read once their line is whole.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, begin: int = 0) -> None:
         self._path = path
         self._lines = 0
-        self._following = 0
-        self.read_bytes = 0
+        self._following = None if begin else 0
+        self._where = f"{path}, line" if begin == 0 else f"{path}, from byte {begin} on, line"
+        self.read_bytes = begin
         self.torn_bytes = 0
 
     def more(self) -> list[Entry]:
@@ -96,12 +98,12 @@ class JournalReader:
             raise ConfigError(f"{self._path} cannot be read: {error.strerror}") from error
         is_torn = bool(lines) and not lines[-1].endswith(b"\n")
         self.torn_bytes = len(lines.pop()) if is_torn else 0
-        entries = [*decode(lines, f"{self._path}, line", self._lines)]
+        entries = [*decode(lines, self._where, self._lines)]
         for entry in entries:
-            if entry.number != self._following:
+            if self._following not in (None, entry.number):
                 raise ConfigError(
-                    f"{self._path}: wanted entry {self._following} after entry "
-                    f"{self._following - 1}, got {entry.number}; lines are missing or there twice"
+                    f"{self._path}: wanted entry {self._following} next, "
+                    f"got {entry.number}; lines are missing or there twice"
                 )
             self._following = entry.last + 1
         self._lines += len(lines)
@@ -109,18 +111,39 @@ class JournalReader:
         return entries
 
 
-def read_entries(path: Path, follow: Callable[[], bool] | None = None) -> Iterator[Entry]:
-    """All entries of a journal, also of one that is being written.
+def read_entries(
+    path: Path, follow: Callable[[], bool] | None = None, begin: int = 0
+) -> Iterator[Entry]:
+    """All entries of a journal, also of one that is being written; or those from a byte on, at
+    which a line begins.
 
     What follows the last whole line was not written to its end: it is left out, and the log says
     so. follow: called at the end of the file; where it returns True there may be more by then.
     Raises what `JournalReader.more` does.
     """
-    reader = JournalReader(path)
+    reader = JournalReader(path, begin)
     while (entries := reader.more()) or (follow is not None and follow()):
         yield from entries
     if reader.torn_bytes:
         log.warning("%s: %s", path, torn_text(reader.torn_bytes))
+
+
+def last_start(path: Path) -> Iterator[Entry]:
+    """The entries of a journal's last start, read one after the other; none where it has ended, or
+    there is no start. Raises what `JournalReader.more` does."""
+    # Within a string each quote has a backslash before it.
+    started = b'"event":{"type":"%s"' % COORDINATOR_STARTED.encode()
+    try:
+        with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as journal:
+            at = journal.rfind(started)
+            if at < 0 or journal.find(b'{"type":"end"', at) >= 0:
+                return iter(())
+            begin = journal.rfind(b"\n", 0, at) + 1
+    except ValueError:  # it is empty
+        return iter(())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    return read_entries(path, begin=begin)
 
 
 def last_step(path: Path) -> Entry | None:

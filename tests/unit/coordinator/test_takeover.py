@@ -15,7 +15,7 @@ from liver_hpc.errors import ConfigError, DeadlineError
 from liver_hpc.protocol import messages as m
 from liver_hpc.rendezvous.channel import ChannelClosed
 from liver_hpc.run.directory import RunDirectory
-from liver_hpc.run.entries import Event
+from liver_hpc.run.entries import Event, last_start
 from liver_hpc.run.epoch import Epoch, Superseded, claim_epoch
 from liver_hpc.run.journal import JournalNews
 from tests.fakes import JournalRecords, MemoryJournal, tiny_run
@@ -255,8 +255,11 @@ def test_a_core_that_decides_otherwise_takes_nothing_over(make: Callable[..., Mo
         )
 
 
-def test_a_start_that_has_ended_is_not_taken_over(make: Callable[..., MortalRun]) -> None:
-    run = make()
+def test_a_start_that_has_ended_is_not_taken_over(
+    make: Callable[..., MortalRun], tmp_path: Path
+) -> None:
+    run, journal = make(), tmp_path / "copy.jsonl"
     assert run.ask(m.StopRequest()).ok
     assert run.outcome().state == "stopped"
-    assert what_is_left(run.metrics.entries, lambda: new_core(run.config, run._services)) is None
+    journal.write_bytes(b"".join(run.metrics.lines))
+    assert what_is_left(last_start(journal), lambda: new_core(run.config, run._services)) is None

@@ -14,7 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from liver_hpc.errors import ConfigError
-from liver_hpc.run.entries import Entry, decode, encode, last_step, read_entries
+from liver_hpc.run.entries import (
+    COORDINATOR_STARTED,
+    Entry,
+    decode,
+    encode,
+    last_start,
+    last_step,
+    read_entries,
+)
 
 NAMES = st.text(st.characters(codec="utf-8"), max_size=5)
 VALUES: st.SearchStrategy[Any] = st.recursive(
@@ -97,13 +105,33 @@ def test_a_damaged_line_far_behind_is_told_with_its_number(path: Path) -> None:
         list(read_entries(path))
 
 
+def test_the_last_start_is_read_alone_and_only_while_it_goes_on(path: Path) -> None:
+    begun: dict[str, Any] = {"type": COORDINATOR_STARTED}
+    said = {"type": "note", "text": '"event":{"type":"coordinator_started" {"type":"end"'}
+    end = [{"type": "end", "state": "restart"}]
+    lines = [
+        encode(n, 1.0, event, actions)
+        for n, (event, actions) in enumerate(
+            [(begun, []), (said, []), (said, end), (begun, []), (said, [said]), (said, [])]
+        )
+    ]
+    write(path)
+    assert [*last_start(path)] == []
+    for count, wanted in [(1, [0]), (2, [0, 1]), (3, []), (4, [3]), (6, [3, 4, 5])]:
+        write(path, *lines[:count])
+        assert [entry.number for entry in last_start(path)] == wanted
+    write(path, *lines[:4], lines[5])
+    with pytest.raises(ConfigError, match="wanted entry 4 next, got 5"):
+        list(last_start(path))
+
+
 def test_lines_that_are_missing_or_there_twice_are_told(path: Path) -> None:
     lines = [encode(n, 1.0, {"type": "any"}) for n in range(4)]
     write(path, lines[0], lines[2], lines[3])
-    with pytest.raises(ConfigError, match="wanted entry 1 after entry 0, got 2"):
+    with pytest.raises(ConfigError, match="wanted entry 1 next, got 2"):
         list(read_entries(path))
     write(path, lines[0], lines[1], lines[1])
-    with pytest.raises(ConfigError, match="wanted entry 2 after entry 1, got 1"):
+    with pytest.raises(ConfigError, match="wanted entry 2 next, got 1"):
         list(read_entries(path))
 
 
