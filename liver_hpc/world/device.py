@@ -51,6 +51,10 @@ _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _MOST_QUEUES = "32"
 """Of a device's hardware queues; CUDA's default is 8. Streams that share one wait for each other:
 see `transport/lane.py`."""
+_LOADING = "CUDA_MODULE_LOADING"
+_ALL_AT_ONCE = "EAGER"
+"""Else CUDA loads a kernel as it is first launched, for which it may wait until the device is idle:
+with a collective under way whose peer does the same, for ever."""
 _HOST_ID = "NCCL_HOSTID"
 """NCCL takes ranks for processes of one host where this is the same for them."""
 _INIT_LIMIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
@@ -150,6 +154,7 @@ def open_device(local_rank: int) -> Device:
     out: NCCL then works between them as if between hosts, through sockets.
     """
     queues = os.environ.setdefault(_QUEUES, _MOST_QUEUES)  # before anything opens CUDA
+    os.environ.setdefault(_LOADING, _ALL_AT_ONCE)
     if torch.cuda.is_available():
         for name, value in NCCL_SETTINGS.items():
             os.environ.setdefault(name, value)

@@ -23,6 +23,10 @@ from liver_hpc.world import megatron, thread
 _SAMPLES, _LAYERS = 1_000_003, 1009
 """Primes that keep the seeds of samples and layers apart."""
 _DROPPING = frozenset({"dropout", "dropout_", "alpha_dropout", "feature_alpha_dropout"})
+_ATTENTION_RATE = 4
+"""Its place among the arguments of torch's scaled_dot_product_attention."""
+_RATE = "attention_dropout"
+"""What modules of Transformer Engine's attention call theirs, where it is a number."""
 
 
 class _Dropping(TorchFunctionMode, ABC):
@@ -69,12 +73,44 @@ def _backward(outputs: Any, grad_tensors: Any = None, **options: Any) -> None:
     )
 
 
-class NoDropout(_Dropping):
+@contextlib.contextmanager
+def no_dropout(chunks: Iterable[Any]) -> Iterator[None]:
     """While a world is rehearsed: dropout drops nothing, so that it draws nothing from streams that
-    a training thread uses."""
+    a training thread uses. Fused attention would draw in its kernels, from the process's generator:
+    its modules are told to drop nothing.
+
+    chunks: of the world.
+    """
+    rates = [
+        (part, rate)
+        for chunk in chunks
+        for part in chunk.modules()
+        if isinstance(rate := getattr(part, _RATE, None), float)
+    ]
+    for part, _ in rates:
+        setattr(part, _RATE, 0.0)
+    try:
+        with _Nothing():
+            yield
+    finally:
+        for part, rate in rates:
+            setattr(part, _RATE, rate)
+
+
+class _Nothing(_Dropping):
+    """Nothing is dropped."""
 
     def drop(self, function: Any, states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return states
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(function, "__name__", "") == "scaled_dot_product_attention":
+            query_to_mask, rest = args[:_ATTENTION_RATE], args[_ATTENTION_RATE + 1 :]
+            kwargs = {name: value for name, value in (kwargs or {}).items() if name != "dropout_p"}
+            return function(*query_to_mask, *((0.0, *rest) if rest else ()), **kwargs)
+        return super().__torch_function__(function, types, args, kwargs)
 
 
 class _PartOfMasks(_Dropping):

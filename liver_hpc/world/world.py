@@ -286,7 +286,8 @@ class World:
 
     def _rehearse(self, micro_batches: int) -> None:
         kept = [(place, *place.copy()) for place in buffers.all_buffers(self.chunks)]
-        with thread.rehearsal(), dropout.NoDropout(), optimizer.forgetting(self.optimizer):
+        quiet = dropout.no_dropout(self.chunks)
+        with thread.rehearsal(), quiet, optimizer.forgetting(self.optimizer):
             self.forward_backward(0, most=micro_batches)
             self.update(0)
         self._clear_gradients()

@@ -1,0 +1,59 @@
+"""A rehearsal drops nothing, whoever would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from liver_hpc.world.cpu_shim import import_only_triton
+
+with import_only_triton():
+    from liver_hpc.world.dropout import no_dropout
+
+STATES = torch.ones(2, 4, 8)
+
+
+class Fused(torch.nn.Module):
+    """Draws in its kernel, as attention of Transformer Engine's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_dropout = 0.3
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return torch.bernoulli(states) if self.attention_dropout else states
+
+
+@pytest.mark.parametrize(
+    "attend",
+    [
+        lambda s: functional.dropout(s, 0.5),
+        lambda s: functional.scaled_dot_product_attention(s, s, s, dropout_p=0.5),
+        lambda s: functional.scaled_dot_product_attention(s, s, s, None, 0.5),
+        lambda s: functional.scaled_dot_product_attention(s, s, s, None, 0.5, True),
+    ],
+)
+def test_nothing_is_drawn(attend: Any) -> None:
+    chunk = torch.nn.Sequential(Fused())
+    before = torch.get_rng_state()
+    with no_dropout([chunk]):
+        chunk(attend(STATES))
+    assert torch.equal(torch.get_rng_state(), before)
+    attend(STATES)
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_attends_in_a_kernel_drops_again_afterwards() -> None:
+    chunk = torch.nn.Sequential(Fused())
+
+    def fail() -> None:
+        with no_dropout([chunk]):
+            assert chunk[0].attention_dropout == 0.0
+            raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        fail()
+    assert chunk[0].attention_dropout == 0.3
