@@ -351,7 +351,8 @@ class Checkpoints:
         step = saved[0].scalars.step
         partial = partial_path(self.directory, step, world.generation)
         final = iteration_path(self.directory, step)
-        if not partial.exists() and _checked(final).index.generation == world.generation:
+        is_named = not partial.exists() and (final / INDEX_FILE).exists()
+        if is_named and _checked(final).index.generation == world.generation:
             track(self.directory, step)
             return
         further = [partial / name for name in FURTHER_FILES]

@@ -65,10 +65,6 @@ class BurstPolicy:
     def submitted(self, job: str, nodes: int) -> None:
         self.pending[job] = nodes
 
-    def go_on(self, spent_node_hours: float) -> None:
-        """In the place of another one, which had used so much with jobs that are over."""
-        self.spent_node_hours = spent_node_hours
-
     def granted(self, job: str, nodes: int, since_s: float | None = None) -> None:
         """since_s: None for now."""
         self.pending.pop(job, None)

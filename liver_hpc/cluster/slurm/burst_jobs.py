@@ -121,7 +121,7 @@ class BurstJobs:
         earlier = self._earlier
         if earlier.job_name and adopt:
             self.name, self._unsure = earlier.job_name, True
-            self.policy.go_on(earlier.node_hours)
+            self.policy.spent_node_hours = earlier.node_hours  # of those that are over
             for job, granted in earlier.granted.items():
                 self.policy.granted(job, len(granted.nodes), granted.since_s)
                 held.append(self._allocation(job, granted.nodes, None))
