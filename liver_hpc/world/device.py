@@ -25,6 +25,7 @@ from liver_hpc.host.interfaces import interface_addresses, interface_holding
 from liver_hpc.transport import gloo_sockets, gloo_waits
 from liver_hpc.transport.lane import Lane, new_lane, own_lane
 from liver_hpc.transport.nccl_log import Chosen, NcclLog
+from liver_hpc.transport.streams import streams_of
 from liver_hpc.world.host_memory import pinned_memory, plain_memory
 
 log = logging.getLogger(__name__)
@@ -208,6 +209,7 @@ class Network:
         self._log = NcclLog()
         self._log_offset = 0
         self._chosen: WeakKeyDictionary[Any, Chosen] = WeakKeyDictionary()
+        self._streams = streams_of(device.torch_device)
 
     def on_host(self) -> Network:
         """The same for what lies in host memory, whatever the device."""
@@ -267,10 +269,11 @@ class Network:
         options = nccl.Options()
         options._timeout = timeout
         options.config.blocking = 0  # torch polls the communicator until `_INIT_LIMIT`
-        # torch has 32 streams of each priority, which it gives out in turn: those of communicators
-        # are not to be the same as lanes'.
+        # Another priority has other streams: those of communicators are not to be lanes'.
         options.is_high_priority_stream = True
-        return nccl(store, rank, size, options)
+        backend = nccl(store, rank, size, options)
+        self._streams.take(backend, self._streams.make_room())
+        return backend
 
     def _connect(self, backend: Any, deadline: Deadline, check: Callable[[], None]) -> None:
         """NCCL connects at the first collective, for which the store must still be there. It runs
