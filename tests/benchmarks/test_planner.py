@@ -50,6 +50,7 @@ def test_a_plan_is_timed(case: Case) -> None:
     assert plan_parameters(case, 5) > 0
 
 
+@pytest.mark.long
 def test_the_quick_run_writes_its_figures(tmp_path: Path) -> None:
     assert main(["--quick", "--json", str(tmp_path / "r.json")]) == 0
     written = json.loads((tmp_path / "r.json").read_text())

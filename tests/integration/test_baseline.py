@@ -84,6 +84,7 @@ def test_training_goes_on_as_if_nothing_had_happened(
         assert record.learning_rate == quiet.learning_rate
 
 
+@pytest.mark.long
 def test_no_step_is_left_out_and_only_an_asynchronous_save_repeats_some(
     restarted: RunRecords,
 ) -> None:
@@ -100,6 +101,7 @@ def test_no_step_is_left_out_and_only_an_asynchronous_save_repeats_some(
             assert after[0] == before[-1] + 1
 
 
+@pytest.mark.long
 def test_every_restart_is_recorded_with_all_its_phases(restarted: RunRecords) -> None:
     found = restarted.baselines
     assert [b.method for b in found[::2]] == [method.value for _, method in CHAIN]
@@ -114,6 +116,7 @@ def test_every_restart_is_recorded_with_all_its_phases(restarted: RunRecords) ->
         assert not math.isnan(exists.total_s)
 
 
+@pytest.mark.long
 def test_processes_that_were_there_before_have_neither_to_start_nor_to_import(
     restarted: RunRecords,
 ) -> None:
@@ -136,6 +139,7 @@ def test_a_slow_storage_makes_save_and_load_as_long_as_its_bytes_take(tmp_path: 
     assert record.load_s >= takes_s
 
 
+@pytest.mark.long
 def test_the_lost_time_is_that_of_the_recorded_steps(restarted: RunRecords) -> None:
     """From the steps alone; of a restart without time set aside."""
     steps = restarted.steps

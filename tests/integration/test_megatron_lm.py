@@ -172,6 +172,7 @@ def test_handoffs_during_a_ramp_up_of_the_batch(config: Config) -> None:
     assert [each.learning_rate for each in elastic.steps] == rates
 
 
+@pytest.mark.long
 def test_a_script_with_a_loss_and_a_model_of_its_own(
     config: Config, tmp_path: Path, megatron_lm: Path, repository: Path
 ) -> None:

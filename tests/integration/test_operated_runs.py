@@ -50,6 +50,7 @@ def test_dropout_follows_the_samples_through_a_replacement_and_changes_of_pp_and
     assert worst_difference(losses(elastic), losses(fixed)) <= 1e-4
 
 
+@pytest.mark.long
 def test_a_copy_that_drifts_is_found_beside_a_step_and_ends_the_run(tmp_path: Path) -> None:
     recipe = "tests.integration.drifting:DriftingGPT"
     config = run_config(

@@ -163,6 +163,7 @@ def test_a_run_with_handoffs_during_its_ramp_up_matches_a_fixed_run(
     check_alike(records, quiet)
 
 
+@pytest.mark.long
 def test_what_megatrons_schedule_has_for_the_same_samples(quiet: RunRecords) -> None:
     """Which counts them: warm-up of 54 samples, decay until 480."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler

@@ -37,6 +37,7 @@ class TorchCheckpoints(RandomTokenGPT):
         return block
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_the_loss_is_the_same_with_and_without_recomputation(tmp_path: Path) -> None:
     layouts = ["pp2", "cp2", "pp2 vpp2"]

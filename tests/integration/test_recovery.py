@@ -221,6 +221,7 @@ def test_the_coordinator_is_killed_as_the_partners_of_a_new_world_meet_through_i
     assert records.recoveries[0].steps_redone <= 1
 
 
+@pytest.mark.long
 def test_a_standby_takes_the_place_of_a_lost_worker_at_once(
     tmp_path: Path, quiet: RunRecords
 ) -> None:
