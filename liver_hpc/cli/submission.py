@@ -9,7 +9,7 @@ import sys
 from liver_hpc.cli.check import check_run
 from liver_hpc.cli.client import await_coordinator
 from liver_hpc.cluster.slurm.commands import SlurmCommands
-from liver_hpc.cluster.slurm.run_job import job_of
+from liver_hpc.cluster.slurm.run_job import check_over
 from liver_hpc.config.load import absolute_paths
 from liver_hpc.config.schema import AUTO, RunConfig
 from liver_hpc.coordinator.checkpoints import newest_checkpoint, to_load
@@ -20,14 +20,11 @@ from liver_hpc.recipes.base import Recipe, load_recipe
 from liver_hpc.recipes.specs import derive_spec, keep_spec
 from liver_hpc.recipes.text_data import prepare
 from liver_hpc.run.directory import (
-    OWNER_FILE,
     RunDirectory,
+    check_free,
     claim_checkpoints,
     create_run_directory,
-    owner_of_checkpoints,
     point_latest,
-    process_lives,
-    take_checkpoints,
 )
 from liver_hpc.run.outcome import COORDINATOR_FILE, OUTCOME_FILE, Outcome
 
@@ -110,12 +107,10 @@ def resume_run(run: RunDirectory) -> int:
     """
     with file_lock(run.jobs_path / "resume.lock"):  # whoever comes second finds the job
         config, last = run.config(), run.last_outcome()
-        _check_over(run)
+        check_over(run)
         if last is not None and last.state == "finished":
             raise ConfigError(f"run {run} is complete: {last.reason}")
-        if _check_free(config, run):
-            take_checkpoints(run, run.checkpoints_path)
-        directory = claim_checkpoints(run, config)
+        directory = claim_checkpoints(run, config, check_over)
         newest = newest_checkpoint(directory)
         loaded = to_load(config, directory, newest)
         if newest is None and loaded is None:
@@ -184,43 +179,6 @@ def note_latest(run: RunDirectory) -> None:
         print(f"liver: note: {problem}", file=sys.stderr)
 
 
-def _check_over(run: RunDirectory) -> None:
-    """Two coordinators in one directory would each write its files."""
-    job, process, address = job_of(run), run.job_id(), run.coordinator()
-    if job is not None:
-        info = job.find()
-        if info is not None:
-            raise ConfigError(f"run {run} is not over: job {job.job_id} is {info.state}")
-        return
-    pids = [int(process)] if process else []
-    pids += [address.pid] if address is not None else []
-    if address is not None and not address.is_here:
-        raise ConfigError(
-            f"run {run} may not be over: its coordinator was process {address.pid} on "
-            f"{address.hostname}, which is where it can be resumed"
-        )
-    living = [pid for pid in pids if process_lives(pid)]
-    if living:
-        raise ConfigError(f"run {run} is not over: process {living[0]} lives")
-
-
-def _check_free(config: RunConfig, run: RunDirectory | None = None) -> bool:
-    """Whether the directory of checkpoints is another run's, which is over. Two runs would go on
-    from, and remove, each other's. Raises ConfigError where that one is not over."""
-    if (directory := config.checkpoint.directory) is None:
-        return False
-    owner = owner_of_checkpoints(directory.expanduser())
-    if owner is None or (run is not None and owner.path.samefile(run.path)):
-        return False
-    try:
-        _check_over(owner)
-    except ConfigError as error:
-        file = directory / OWNER_FILE
-        why = f"{directory} is another run's, as {file} says: {error}"
-        raise ConfigError(f"checkpoint.directory: {why}") from None
-    return True
-
-
 # ---- what else a run needs
 
 
@@ -228,7 +186,7 @@ def new_run(config: RunConfig, recipe: Recipe, name: str | None = None) -> RunDi
     """The directory of a run that has passed its checks, with its data and its model's spec, where
     that is known already."""
     config = with_prepared_data(config)
-    _check_free(config)
+    check_free(config, check_over)
     run = create_run_directory(config, name)
     if recipe.knows_spec:
         keep_spec(recipe, run.path)

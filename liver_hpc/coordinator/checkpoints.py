@@ -34,6 +34,7 @@ from liver_hpc.checkpoint.index import (
     written_part,
 )
 from liver_hpc.clock import Clock
+from liver_hpc.cluster.slurm.run_job import check_over
 from liver_hpc.config.megatron_checkpoint import TRACKER_FILE, iteration_path, loaded_checkpoint
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import CheckpointError
@@ -173,7 +174,7 @@ class Checkpoints:
         Raises CheckpointError when all are damaged or it is of another model, ConfigError when the
         directory is somebody else's.
         """
-        claim_checkpoints(self._run, self._config)
+        claim_checkpoints(self._run, self._config, check_over)
         put_back(self.directory)
         for _, path in remains(self.directory):
             _remove(path)

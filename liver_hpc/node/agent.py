@@ -306,10 +306,11 @@ class Agent:
         if why:
             self._cold(why)
         else:
-            process = psutil.Process(warm.pid)
-            used, resident = process.cpu_times(), process.memory_info().rss
-            cpu_s = used.user + used.system
-            log.info("the warm process stands: %.1f CPU s, %d MB", cpu_s, resident // 2**20)
+            with contextlib.suppress(psutil.Error):  # it may have ended since
+                process = psutil.Process(warm.pid)
+                used, resident = process.cpu_times(), process.memory_info().rss
+                cpu_s = used.user + used.system
+                log.info("the warm process stands: %.1f CPU s, %d MB", cpu_s, resident // 2**20)
         if not was_ready:
             for launch in self._launches.values():
                 if not launch.started:

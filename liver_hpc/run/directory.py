@@ -6,6 +6,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -168,30 +169,28 @@ def _link_checkpoints(run: RunDirectory, config: RunConfig) -> None:
     path = config.checkpoint.directory.expanduser().absolute()
     _check_own(path)
     run.checkpoints_path.symlink_to(path, target_is_directory=True)
-    take_checkpoints(run, path)
+    if not (_follows_others(config) and _owner_of(path)):
+        _take(path, run)
 
 
-def take_checkpoints(run: RunDirectory, directory: Path) -> None:
-    """From now on a directory outside of the run directory is this run's. Raises ConfigError."""
-    try:
-        write_whole(directory / OWNER_FILE, str(run.path.absolute()))
-    except OSError as error:
-        raise ConfigError(f"checkpoint.directory: {directory}: {error.strerror}") from error
+CheckOver = Callable[[RunDirectory], None]
+"""Raises ConfigError for a run that is not over (`cluster/slurm/run_job.py`)."""
 
 
-def owner_of_checkpoints(directory: Path) -> RunDirectory | None:
-    """The run that took a directory last; None where none did, or it is gone."""
-    with suppress(OSError, UnicodeDecodeError):
-        owner = RunDirectory(Path((directory / OWNER_FILE).read_text(encoding="utf-8")))
-        return owner if owner.config_path.is_file() else None
-    return None
+def check_free(config: RunConfig, check_over: CheckOver) -> None:
+    """Raises ConfigError where another run, which is not over, has taken the directory that a new
+    one wants its checkpoints in: they would go on from, and remove, each other's. A run that begins
+    with what lies there may wait in the queue behind the other one; its claim comes later."""
+    directory = config.checkpoint.directory
+    if directory is not None and not _follows_others(config):
+        _check_free(directory.expanduser(), check_over)
 
 
-def claim_checkpoints(run: RunDirectory, config: RunConfig) -> Path:
+def claim_checkpoints(run: RunDirectory, config: RunConfig, check_over: CheckOver) -> Path:
     """Where the run's checkpoints lie, looked at again before a coordinator reads or writes there.
 
-    Elsewhere, it must be a directory of this user, or of his a link to one, which no other run has
-    taken since. Raises ConfigError when it is not.
+    Elsewhere, it must be a directory of this user, or of his a link to one, of no other run that is
+    not over; from now on it is this run's. Raises ConfigError when it is not.
     """
     link, elsewhere = run.checkpoints_path, config.checkpoint.directory
     if elsewhere is None:
@@ -199,12 +198,46 @@ def claim_checkpoints(run: RunDirectory, config: RunConfig) -> Path:
     if link.is_symlink():
         path = Path(os.readlink(link))
         _check_own(path)
-        owner = owner_of_checkpoints(path)
-        if owner is None:  # a scratch that has been cleaned
-            take_checkpoints(run, path)
-        elif not owner.path.samefile(run.path):
-            raise ConfigError(f"checkpoint.directory: run {owner} has taken {path}")
+        _check_free(path, check_over, run)
+        _take(path, run)
     return link
+
+
+def _follows_others(config: RunConfig) -> bool:
+    """Whether a run goes on from whatever lies where it saves: as a job whose --load is its
+    --save."""
+    load, directory = config.checkpoint.load, config.checkpoint.directory
+    return (
+        load is not None
+        and directory is not None
+        and load.expanduser().resolve() == directory.expanduser().resolve()
+    )
+
+
+def _check_free(path: Path, check_over: CheckOver, run: RunDirectory | None = None) -> None:
+    owner = _owner_of(path)
+    if owner is None or (run is not None and owner.path.samefile(run.path)):
+        return
+    try:
+        check_over(owner)
+    except ConfigError as error:
+        why = f"{path} is another run's, as {path / OWNER_FILE} says: {error}"
+        raise ConfigError(f"checkpoint.directory: {why}") from None
+
+
+def _owner_of(path: Path) -> RunDirectory | None:
+    """The run that took a directory last; None where none did, or it is gone."""
+    with suppress(OSError, UnicodeDecodeError):
+        owner = RunDirectory(Path((path / OWNER_FILE).read_text(encoding="utf-8")))
+        return owner if owner.config_path.is_file() else None
+    return None
+
+
+def _take(path: Path, run: RunDirectory) -> None:
+    try:
+        write_whole(path / OWNER_FILE, str(run.path.absolute()))
+    except OSError as error:
+        raise ConfigError(f"checkpoint.directory: {path}: {error.strerror}") from error
 
 
 def _check_own(path: Path) -> None:

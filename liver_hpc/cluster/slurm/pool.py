@@ -84,7 +84,9 @@ class SlurmPool(NodePool):
         if self._slurm.burst is not None:
             try:
                 for held in self._burst.open(adopt is not None):
-                    self._enter_known(held, held.nodes if adopt is None else adopt)
+                    # Of one that was granted just before, the run has not heard.
+                    is_known = adopt is not None and not {*adopt}.isdisjoint(held.nodes)
+                    self._enter_known(held, adopt if is_known else None)
                 self._asks = True
             except (LiverError, OSError) as error:
                 self._note(f"no burst nodes will be asked for: {error}")
@@ -157,9 +159,9 @@ class SlurmPool(NodePool):
                 self._holdings.learn(kill_s, grace_s)
         self._has_learned = True
 
-    def _enter_known(self, held: Allocation, known: Collection[str]) -> None:
+    def _enter_known(self, held: Allocation, known: Collection[str] | None) -> None:
         """Of an allocation, the nodes that the run has not lost."""
-        held.nodes = tuple(node for node in held.nodes if node in known)
+        held.nodes = tuple(node for node in held.nodes if known is None or node in known)
         self._tell_all(self._holdings.enter(held))
 
     def _enter_own(self) -> None:

@@ -13,6 +13,7 @@ import pytest
 from liver_hpc.cli import main as cli
 from liver_hpc.cli import submission
 from liver_hpc.cli.submission import resume_run
+from liver_hpc.cluster.slurm.run_job import check_over
 from liver_hpc.errors import CheckpointError, ConfigError, LiverError
 from liver_hpc.recipes.base import load_recipe
 from liver_hpc.run.directory import (
@@ -134,12 +135,12 @@ def test_two_runs_do_not_share_a_directory_of_checkpoints(
     squeue_says("")
     second = submission.new_run(config, recipe, "second")
     Disk(TIED, second.path).save(TWO, 7)
-    with pytest.raises(ConfigError, match=r"run .*second has taken "):
-        claim_checkpoints(first, config)
     STOPPED.write(first.path)
     assert resume_run(first) == 7
-    with pytest.raises(ConfigError, match=r"run .*first has taken "):
-        claim_checkpoints(second, config)
+    first.note_job_id("77")
+    squeue_says("RUNNING")
+    with pytest.raises(ConfigError, match=r"another run's, .*: run runs/first is not over: job 77"):
+        claim_checkpoints(second, config, check_over)
 
 
 def test_a_finished_run_does_not(launches: Launches) -> None:

@@ -16,6 +16,7 @@ from liver_hpc.coordinator.checkpoints import Checkpoints
 from liver_hpc.errors import ConfigError
 from liver_hpc.run.directory import (
     RunDirectory,
+    check_free,
     claim_checkpoints,
     create_run_directory,
     find_run,
@@ -25,6 +26,10 @@ from tests.fakes import tiny_recipe, tiny_run
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
+
+
+def none_is_over(run: RunDirectory) -> None:
+    raise ConfigError(f"run {run} is not over")
 
 
 @pytest.fixture
@@ -47,7 +52,7 @@ def elsewhere(tmp_path: Path, shared: Path) -> RunConfig:
 def test_checkpoints_lie_in_the_run_directory(tmp_path: Path) -> None:
     config = tiny_run(runs_directory=tmp_path)
     run = create_run_directory(config)
-    assert claim_checkpoints(run, config) == run.path / "checkpoints"
+    assert claim_checkpoints(run, config, none_is_over) == run.path / "checkpoints"
     assert not os.path.lexists(run.path / "checkpoints")
 
 
@@ -56,32 +61,54 @@ def test_elsewhere_they_lie_in_the_directory_itself(tmp_path: Path, shared: Path
     for place in (shared, shared / "new" / "one"):
         config = tiny_run(runs_directory=tmp_path / "runs", checkpoint={"directory": place})
         run = create_run_directory(config)
-        assert claim_checkpoints(run, config).resolve() == place
+        assert claim_checkpoints(run, config, none_is_over).resolve() == place
     assert stat.S_IMODE(place.stat().st_mode) == 0o700
     assert stat.S_IMODE(shared.stat().st_mode) == 0o1777
 
 
 def test_a_run_finds_its_directory_again(elsewhere: RunConfig) -> None:
     run = create_run_directory(elsewhere)
-    place = claim_checkpoints(run, elsewhere).resolve()
-    assert claim_checkpoints(RunDirectory(run.path), elsewhere).resolve() == place
+    place = claim_checkpoints(run, elsewhere, none_is_over).resolve()
+    assert claim_checkpoints(RunDirectory(run.path), elsewhere, none_is_over).resolve() == place
 
 
 def test_a_run_whose_directory_another_one_has_taken_leaves_it_alone(elsewhere: RunConfig) -> None:
-    """Until that one is gone."""
+    """Until that one is over, or gone."""
     one, other = create_run_directory(elsewhere), create_run_directory(elsewhere)
-    assert claim_checkpoints(other, elsewhere) == other.path / "checkpoints"
-    with pytest.raises(ConfigError, match=rf"run .*{other.path.name} has taken .*scratch"):
-        claim_checkpoints(one, elsewhere)
-    shutil.rmtree(other.path)
-    assert claim_checkpoints(one, elsewhere) == one.path / "checkpoints"
+    for _ in range(2):
+        assert claim_checkpoints(other, elsewhere, none_is_over) == other.path / "checkpoints"
+        with pytest.raises(ConfigError, match=rf"as .*liver-run says: run {other} is not over"):
+            claim_checkpoints(one, elsewhere, none_is_over)
+    claim_checkpoints(one, elsewhere, lambda run: None)
+    with pytest.raises(ConfigError, match=rf"says: run {one} is not over"):
+        claim_checkpoints(other, elsewhere, none_is_over)
+    shutil.rmtree(one.path)
+    claim_checkpoints(other, elsewhere, none_is_over)
+
+
+def test_who_goes_on_from_what_lies_there_may_wait_behind_another_run(
+    elsewhere: RunConfig, shared: Path
+) -> None:
+    """As a job whose --load is its --save, which may be queued behind another one."""
+    follows = tiny_run(
+        runs_directory=elsewhere.runs_directory, checkpoint={"directory": shared, "load": shared}
+    )
+    first = create_run_directory(follows)
+    check_free(follows, none_is_over)
+    second = create_run_directory(follows)
+    claim_checkpoints(first, follows, none_is_over)
+    with pytest.raises(ConfigError, match=rf"says: run {first} is not over"):
+        claim_checkpoints(second, follows, none_is_over)
+    with pytest.raises(ConfigError, match=rf"says: run {first} is not over"):
+        check_free(elsewhere, none_is_over)
+    claim_checkpoints(second, follows, lambda run: None)
 
 
 def test_a_scratch_that_was_cleaned_is_no_obstacle(elsewhere: RunConfig) -> None:
     run = create_run_directory(elsewhere)
-    place = claim_checkpoints(run, elsewhere).resolve()
+    place = claim_checkpoints(run, elsewhere, none_is_over).resolve()
     shutil.rmtree(place)
-    assert claim_checkpoints(run, elsewhere).resolve() == place
+    assert claim_checkpoints(run, elsewhere, none_is_over).resolve() == place
     assert stat.S_IMODE(place.stat().st_mode) == 0o700
 
 
@@ -89,7 +116,7 @@ def test_the_directory_may_be_a_link_of_ones_own(tmp_path: Path, shared: Path) -
     (tmp_path / "link").symlink_to(shared)
     config = tiny_run(runs_directory=tmp_path / "runs", checkpoint={"directory": tmp_path / "link"})
     run = create_run_directory(config)
-    assert claim_checkpoints(run, config).resolve() == shared
+    assert claim_checkpoints(run, config, none_is_over).resolve() == shared
 
 
 @as_root

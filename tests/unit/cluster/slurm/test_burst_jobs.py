@@ -122,6 +122,9 @@ def test_what_the_next_coordinator_adopts_is_held_as_long_as_it_was(
     clock.advance(1800.0)
     assert second.policy.node_hours == pytest.approx(1.5)
     assert second.observe({}) == [], "which is known already"
+    cluster.answers["squeue"] = Answer(0, "")
+    for each in (first, second):
+        each.close()
 
 
 def test_what_is_held_counts_against_the_cap_when_its_coordinator_is_killed(

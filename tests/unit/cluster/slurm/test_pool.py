@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -154,6 +155,25 @@ def test_what_another_coordinator_held_is_there_before_slurm_says_a_word(
         watched.until(lambda: NodeGone in map(type, watched.told), "the end of a component")
         asked = [words[0] for words in controller.asked]
         watched.until(lambda: "scontrol" in asked, "what KillWait is")
+    finally:
+        controller.jobs.clear()
+        watched.pool.close()
+
+
+@pytest.mark.parametrize(
+    ("known", "granted"), [({"n1"}, ["n1", "n4", "n5"]), ({"n1", "n5"}, ["n1", "n5"])]
+)
+def test_of_a_burst_job_there_are_the_nodes_that_the_run_has_not_lost(
+    known: set[str], granted: list[str], tmp_path: Path, controller: Controller
+) -> None:
+    """All of one that was granted just before, of which it has not heard."""
+    job = {"nodes": ["n4", "n5"], "since_s": 5.0}
+    (tmp_path / "burst.json").write_text(json.dumps({"job_name": "b", "granted": {"9": job}}))
+    watched = Watched(tmp_path, controller, 600.0)
+    watched.pool.start(watched.told.append, adopt=known)
+    try:
+        told = [e.node.name for e in watched.told if isinstance(e, NodeGranted)]
+        assert told == granted
     finally:
         controller.jobs.clear()
         watched.pool.close()
