@@ -14,7 +14,7 @@ from liver_hpc.errors import DeadlineError
 from liver_hpc.world.device import NCCL_SETTINGS, open_device
 from tests.late_device import LateDevice, LateNetwork, Machines
 
-VARIABLES = (*NCCL_SETTINGS, "NCCL_HOSTID", "CUDA_DEVICE_MAX_CONNECTIONS")
+VARIABLES = (*NCCL_SETTINGS, "NCCL_HOSTID", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING")
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +54,19 @@ def test_hardware_queues_are_as_many_as_there_are_unless_told(
         open_device(0)
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == told
     assert ("CUDA_DEVICE_MAX_CONNECTIONS is 1" in caplog.text) == (told == "1")
+
+
+@pytest.mark.parametrize("name", ["CUDA_MODULE_LOADING", "NVTE_BATCH_MHA_P2P_COMM"])
+@pytest.mark.parametrize("given", ["", "LAZY"])
+@pytest.mark.usefixtures("two_gpus")
+def test_what_a_handoff_wants_of_cuda_is_set_unless_told(
+    name: str, given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if given:
+        monkeypatch.setenv(name, given)
+    open_device(0)
+    wanted = {"CUDA_MODULE_LOADING": "EAGER", "NVTE_BATCH_MHA_P2P_COMM": "1"}[name]
+    assert os.environ[name] == (given or wanted)
 
 
 class Refusing:
