@@ -70,7 +70,7 @@ def local_workers_limit() -> int:
 def _check_checkpoints(section: CheckpointSection) -> Iterator[str]:
     """What a new run begins with is there, and where it saves it would not go on with another's."""
     load, directory = section.load, section.directory
-    same = load is not None and directory is not None and load.resolve() == directory.resolve()
+    same = section.goes_on_from_others
     try:
         if load is not None and loaded_checkpoint(load) is None and not same:
             yield f"checkpoint.load: {load} has no checkpoint: it lacks {TRACKER_FILE}"

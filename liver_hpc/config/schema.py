@@ -507,6 +507,15 @@ class CheckpointSection(Section):
     cost: Annotated[float, Field(gt=0, le=1)] = 0.05
     keep: PositiveInt | None = 2
 
+    @property
+    def goes_on_from_others(self) -> bool:
+        """Whether a run begins with whatever lies where it saves, as a job whose --load is its
+        --save."""
+        load, directory = self.load, self.directory
+        if load is None or directory is None:
+            return False
+        return load.expanduser().resolve() == directory.expanduser().resolve()
+
 
 class SnapshotSection(Section):
     """Second copies of the state in the memory of other nodes, from which training goes on when a

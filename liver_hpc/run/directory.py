@@ -169,7 +169,7 @@ def _link_checkpoints(run: RunDirectory, config: RunConfig) -> None:
     path = config.checkpoint.directory.expanduser().absolute()
     _check_own(path)
     run.checkpoints_path.symlink_to(path, target_is_directory=True)
-    if not (_follows_others(config) and _owner_of(path)):
+    if not (config.checkpoint.goes_on_from_others and _owner_of(path)):
         _take(path, run)
 
 
@@ -182,7 +182,7 @@ def check_free(config: RunConfig, check_over: CheckOver) -> None:
     one wants its checkpoints in: they would go on from, and remove, each other's. A run that begins
     with what lies there may wait in the queue behind the other one; its claim comes later."""
     directory = config.checkpoint.directory
-    if directory is not None and not _follows_others(config):
+    if directory is not None and not config.checkpoint.goes_on_from_others:
         _check_free(directory.expanduser(), check_over)
 
 
@@ -201,17 +201,6 @@ def claim_checkpoints(run: RunDirectory, config: RunConfig, check_over: CheckOve
         _check_free(path, check_over, run)
         _take(path, run)
     return link
-
-
-def _follows_others(config: RunConfig) -> bool:
-    """Whether a run goes on from whatever lies where it saves: as a job whose --load is its
-    --save."""
-    load, directory = config.checkpoint.load, config.checkpoint.directory
-    return (
-        load is not None
-        and directory is not None
-        and load.expanduser().resolve() == directory.expanduser().resolve()
-    )
 
 
 def _check_free(path: Path, check_over: CheckOver, run: RunDirectory | None = None) -> None:

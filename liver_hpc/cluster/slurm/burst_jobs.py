@@ -25,7 +25,7 @@ from liver_hpc.run.outcome import write_private_json
 
 RECORD_FILE = "burst.json"
 _SAVED_S = 60.0
-"""As old what is noted of the cap may be."""
+"""What is noted of held jobs is never older."""
 REJECTED_S = 1800.0
 """So long a node that has failed its health check is not asked for again."""
 
@@ -213,6 +213,7 @@ class BurstJobs:
         """An allocation is no more; one that was no burst allocation is nothing here."""
         if job in self.policy.held:
             self.policy.ended(job, by_us)
+            self._nodes.pop(job, None)
             self.save()
 
     def act(self) -> None:

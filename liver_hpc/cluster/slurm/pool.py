@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from liver_hpc.clock import Clock, Deadline
@@ -64,7 +65,7 @@ class SlurmPool(NodePool):
         self._warnings: queue.SimpleQueue[_Warning | None] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._ending = threading.Event()
-        self._unreachable = self._has_learned = self._asks_at_once = False
+        self._unreachable = self._has_learned = False
         self._threads: list[threading.Thread] = []
         self._tell: Callable[[PoolEvent], None] = lambda event: None
 
@@ -90,8 +91,8 @@ class SlurmPool(NodePool):
                 self._asks = True
             except (LiverError, OSError) as error:
                 self._note(f"no burst nodes will be asked for: {error}")
-        self._asks_at_once = adopt is not None
-        for target, name in ((self._watch, "slurm-pool"), (self._explain, "slurm-warnings")):
+        watch = partial(self._watch, at_once=adopt is not None)
+        for target, name in ((watch, "slurm-pool"), (self._explain, "slurm-warnings")):
             thread = threading.Thread(target=target, name=name, daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -183,8 +184,8 @@ class SlurmPool(NodePool):
 
     # ---- the watching thread
 
-    def _watch(self) -> None:
-        next_poll_s = self._clock.now_s() + (0.0 if self._asks_at_once else self._slurm.poll_s)
+    def _watch(self, at_once: bool) -> None:
+        next_poll_s = self._clock.now_s() + (0.0 if at_once else self._slurm.poll_s)
         polls = 0
         while not self._ending.is_set():
             self._wake.wait(self._pause_s(next_poll_s))
