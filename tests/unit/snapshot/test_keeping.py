@@ -57,29 +57,20 @@ def test_one_is_taken_every_so_many_steps(every_steps: int, taken: list[int]) ->
     assert one.steps_sent == taken
 
 
-class _SlowMemory(Device):
-    """Has memory for a snapshot once it may go on."""
-
-    go_on = threading.Event()
-
-    def host_memory(self, num_bytes: int) -> torch.Tensor:
-        assert self.go_on.wait(LIMIT_S)
-        return super().host_memory(num_bytes)
-
-
 def test_a_buffer_is_as_it_was_at_the_boundary_though_the_forward_changes_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     buffer = replace(TIED.tensors[-1], role="buffer")
     model = replace(TIED, tensors=(*TIED.tensors[:-1], buffer))
     monkeypatch.setattr(rig, "TIED", model)
-    one = of_a_pair(1, device=_SlowMemory(CPU))
+    monkeypatch.setattr(SlowDevice, "may_come", threading.Event())
+    one = of_a_pair(1, device=SlowDevice(CPU))
     place = PARAMETER, len(model.tensors) - 1, buffer.whole
     view = one.world.state.view(*place)
     before = view.clone()
     one.snapshots.begin(one.world, 0)
     view.add_(1.0)
-    _SlowMemory.go_on.set()
+    SlowDevice.may_come.set()
     one.snapshots.taken()
     taking = one.snapshots._taking
     assert taking is not None
