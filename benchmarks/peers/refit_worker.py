@@ -119,8 +119,8 @@ class _Ours:
         members = tuple(range(WORKERS))
         old, new = RankMap(source, members), RankMap(target, members)
         rank = dist.get_rank()
-        self._source = BoxState(spec, old, rank, fill=2.5)
-        self._target = BoxState(spec, new, rank, fill=-1.0)
+        self._source = BoxState(spec, old, rank, 2.5, torch.device("cpu"))
+        self._target = BoxState(spec, new, rank, -1.0, torch.device("cpu"))
         wire = group_wire(dist.group.WORLD, {m: m for m in members}, torch.device("cpu"))
         self._transport = Transport(wire, spec, handoff)
         self._prepared = self._transport.prepare(

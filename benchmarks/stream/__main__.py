@@ -32,17 +32,19 @@ TIGHT_HANDOFF = HandoffSection(staging_bytes=16 << 20)
 METHOD = {
     "transfers": "replace: all state from one process to another; grow: tp2 to tp2 dp2; reshape: "
     "tp2 dp2 to pp2 dp2 on the same four. Parameters and Adam's moments in fp32, gloo over "
-    "loopback, one thread a process, the default staging budget and one of 16 MiB",
+    "loopback, one thread a process, the default staging budget and one of 16 MiB. Where there are "
+    "GPUs: NCCL between them; on one GPU through sockets",
     "link_share": "time of the raw link over time of TRANSFER without digests, paired by repeat, "
     "median; the smallest of the three transfers with the default budget. Raw: the same bytes "
-    "between the same pairs by gloo send and recv out of flat memory, all messages started at "
+    "between the same pairs by torch's batch_isend_irecv out of flat memory, all messages at "
     "once, the faster of one message a pair and messages of a bucket's size. TRANSFER "
     "packs, sends, unpacks, and copies what stays, which raw does not",
     "link_share_digested": "the same of TRANSFER with digests at both ends, as a handoff makes it",
     "time": "from the first process's start behind a barrier to the last one's end",
-    "memory_over_budget": "peak resident memory of a process's first stream, transport and cut "
-    "plan included, over what it had before, divided by the staging budget; the largest process of "
-    "all transfers and both budgets. Code that torch loads for the first product was loaded before",
+    "memory_over_budget": "peak memory, resident or of the GPU, of a process's first stream, "
+    "transport and cut plan included, over what it had before, divided by the staging budget; the "
+    "largest process of all transfers and both budgets. Code that "
+    "torch loads for the first product was loaded before",
     "bytes_over_bound": "bytes on the wire, with the gaps between boxes, over what receivers lack "
     "of their boxes; the largest of all",
 }

@@ -29,6 +29,7 @@ from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec
 from liver_hpc.transport.digest import warm_up
 from liver_hpc.transport.stream import Transport
 from liver_hpc.transport.wire import group_wire
+from liver_hpc.world.device import Device, open_device
 
 WAYS = ("transfer", "digested", "raw whole", "raw buckets")
 LIMIT_S = 120.0
@@ -58,7 +59,9 @@ class Report:
 class BoxState:
     """A coordinate's boxes as plain tensors, all touched; what a world's state is in a run."""
 
-    def __init__(self, spec: ModelSpec, rank_map: RankMap, worker: int, fill: float) -> None:
+    def __init__(
+        self, spec: ModelSpec, rank_map: RankMap, worker: int, fill: float, device: torch.device
+    ) -> None:
         self._held: dict[tuple[str, int], list[tuple[Box, torch.Tensor]]] = {}
         at = rank_map.coordinate_of(worker)
         if at is None:
@@ -66,7 +69,7 @@ class BoxState:
         for kind in (PARAMETER, *spec.optimizer_kinds):
             for index in spec.held_tensors(rank_map.layout, at):
                 self._held[kind, index] = [
-                    (box, torch.full((box.row1 - box.row0, box.col1 - box.col0), fill))
+                    (box, torch.full(_shape(box), fill, device=device))
                     for box in owned_boxes(spec, rank_map.layout, at, kind, index)
                 ]
 
@@ -87,33 +90,42 @@ class BoxState:
         )
 
 
-class PeakMemory(AbstractContextManager["PeakMemory"]):
-    """Resident bytes at their highest inside the block, over what they were at its start."""
+def _shape(box: Box) -> tuple[int, int]:
+    return box.row1 - box.row0, box.col1 - box.col0
 
-    def __init__(self) -> None:
+
+class PeakMemory(AbstractContextManager["PeakMemory"]):
+    """Bytes at their highest inside the block, over what they were at its start: resident ones of
+    the process, on CUDA those that tensors have of the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._ended = threading.Event()
         self._sampler = threading.Thread(target=self._sample, daemon=True)
         self.extra_bytes = 0
 
     def __enter__(self) -> PeakMemory:
         gc.collect()
-        self._before = self._peak = _resident_bytes()
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._before = self._peak = self._bytes_now()
         self._sampler.start()
         return self
 
     def __exit__(self, *_exc: object) -> None:
         self._ended.set()
         self._sampler.join()
-        self.extra_bytes = max(self._peak, _resident_bytes()) - self._before
+        self.extra_bytes = max(self._peak, self._bytes_now()) - self._before
 
     def _sample(self) -> None:
         while not self._ended.wait(SAMPLE_S):
-            self._peak = max(self._peak, _resident_bytes())
+            self._peak = max(self._peak, self._bytes_now())
 
-
-def _resident_bytes() -> int:
-    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+    def _bytes_now(self) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def run_process(
@@ -131,23 +143,25 @@ def run_process(
 
 
 def _measure(worker: int, transfer: Transfer, repeats: int, store_path: str) -> Report:
+    # Between CPUs nothing of Megatron's is wanted, nor what stands for CUDA there.
+    device = open_device(worker) if torch.cuda.is_available() else Device(torch.device("cpu"))
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
+        device.backend_name,
         init_method=f"file://{store_path}",
         rank=worker,
         world_size=transfer.workers,
         timeout=timedelta(seconds=LIMIT_S),
     )
-    _touch_all_links(worker, transfer.workers)
-    measured = _Worker(worker, transfer)
+    _touch_all_links(worker, transfer.workers, device)
+    measured = _Worker(worker, transfer, device)
     dist.barrier()
-    _touch_digests(transfer.spec())
-    with PeakMemory() as memory:
+    warm_up(transfer.spec().tensors, device.torch_device)  # the first product loads code of torch's
+    with PeakMemory(device.torch_device) as memory:
         measured.open()
         measured.stream(digest=True)
     measured.check()
-    raw = _Raw(worker, transfer)
+    raw = _Raw(worker, transfer, device)
     spans = []
     for way in order_of(WAYS, repeats):
         dist.barrier()
@@ -162,36 +176,33 @@ def _measure(worker: int, transfer: Transfer, repeats: int, store_path: str) -> 
     return Report(worker, tuple(spans), *sizes)
 
 
-def _touch_all_links(worker: int, workers: int) -> None:
+def _touch_all_links(worker: int, workers: int, device: Device) -> None:
     """The first message of a pair pays for what later ones do not."""
     peers = [peer for peer in range(workers) if peer != worker]
-    word = torch.zeros(1)
-    handles = [dist.irecv(torch.zeros(1), peer) for peer in peers]
-    handles += [dist.isend(word, peer) for peer in peers]
-    _await_all(handles)
-
-
-def _touch_digests(spec: ModelSpec) -> None:
-    """The first product loads code of torch's, which is nobody's budget."""
-    warm_up(spec.tensors, torch.device("cpu"))
+    words = torch.zeros(2, workers, device=device.torch_device)
+    messages = [dist.P2POp(dist.irecv, words[0, peer : peer + 1], peer) for peer in peers]
+    messages += [dist.P2POp(dist.isend, words[1, peer : peer + 1], peer) for peer in peers]
+    _exchange(messages, device)
 
 
 class _Worker:
     """Both worlds' memory and the transport between them."""
 
-    def __init__(self, worker: int, transfer: Transfer) -> None:
+    def __init__(self, worker: int, transfer: Transfer, device: Device) -> None:
+        self._device = device.torch_device
         self._spec = transfer.spec()
         self._transfer = transfer
         self._worker = worker
-        self._source = BoxState(self._spec, transfer.source, worker, fill=2.5)
-        self._target = BoxState(self._spec, transfer.target, worker, fill=-1.0)
+        self._source = BoxState(self._spec, transfer.source, worker, 2.5, self._device)
+        self._target = BoxState(self._spec, transfer.target, worker, -1.0, self._device)
         self._plan = transfer_plan(self._spec, transfer.source, transfer.target, worker)
         self.bytes_sent = move_bytes(self._spec, self._plan.sends)
         self.bytes_copied = move_bytes(self._spec, self._plan.local)
 
     def open(self) -> None:
         ranks = {member: member for member in range(self._transfer.workers)}
-        wire = group_wire(dist.group.WORLD, ranks, torch.device("cpu"))
+        group: Any = dist.group.WORLD
+        wire = group_wire(group._get_backend(self._device), ranks, self._device)
         self._transport = Transport(wire, self._spec, self._transfer.handoff)
         self._prepared = self._transport.prepare(self._plan)
 
@@ -215,11 +226,12 @@ class _Worker:
 class _Raw:
     """The same bytes between the same pairs, from and into flat memory: nothing is packed."""
 
-    def __init__(self, worker: int, transfer: Transfer) -> None:
+    def __init__(self, worker: int, transfer: Transfer, device: Device) -> None:
+        self._device = device
         self._sends, self._receives = [], []
         for (sender, receiver), num_bytes in sorted(pair_bytes(transfer).items()):
             if worker in (sender, receiver):
-                memory = torch.ones(num_bytes, dtype=torch.uint8)
+                memory = torch.ones(num_bytes, dtype=torch.uint8, device=device.torch_device)
                 if worker == sender:
                     self._sends.append((receiver, memory))
                 else:
@@ -227,12 +239,13 @@ class _Raw:
 
     def exchange(self, message_bytes: int | None) -> None:
         """All messages at once; None: one message a pair."""
-        handles = []
-        for peer, memory in self._receives:
-            handles += [dist.irecv(part, peer) for part in _parts(memory, message_bytes)]
-        for peer, memory in self._sends:
-            handles += [dist.isend(part, peer) for part in _parts(memory, message_bytes)]
-        _await_all(handles)
+        messages = [
+            dist.P2POp(way, part, peer)
+            for way, pairs in ((dist.irecv, self._receives), (dist.isend, self._sends))
+            for peer, memory in pairs
+            for part in _parts(memory, message_bytes)
+        ]
+        _exchange(messages, self._device)
 
 
 def _parts(memory: torch.Tensor, part_bytes: int | None) -> tuple[torch.Tensor, ...]:
@@ -240,7 +253,8 @@ def _parts(memory: torch.Tensor, part_bytes: int | None) -> tuple[torch.Tensor, 
     return torch.split(memory, part_bytes or len(memory))
 
 
-def _await_all(handles: Sequence[dist.Work | None]) -> None:
-    for handle in handles:
-        assert handle is not None, "a message to oneself"
+def _exchange(messages: Sequence[dist.P2POp], device: Device) -> None:
+    """Starts all messages at once, and waits until they have crossed."""
+    for handle in dist.batch_isend_irecv(list(messages)) if messages else ():
         handle.wait()
+    device.synchronize()

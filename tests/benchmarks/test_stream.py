@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.stream.__main__ import SMALL_HANDOFF, durations_s, main
 from benchmarks.stream.process import PeakMemory, Report, Span
@@ -39,7 +40,7 @@ def test_a_repeat_lasts_from_the_first_start_to_the_last_end() -> None:
 
 
 def test_peak_memory_sees_what_was_freed_again() -> None:
-    with PeakMemory() as memory:
+    with PeakMemory(torch.device("cpu")) as memory:
         held = bytearray(64 << 20)
         held[:: 1 << 12] = b"x" * len(range(0, len(held), 1 << 12))
         for _ in range(20):
