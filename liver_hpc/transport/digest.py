@@ -40,10 +40,13 @@ MODULUS = 1 << 64
 BLOCK_BYTES = 2048
 LANES = 8
 
-_CHUNK_ROWS = 1 << 13
+_CHUNK_ROWS = {"cpu": 1 << 13, "cuda": 1 << 15}
 _WIDEST_BYTES = 8
-_WIDE_CHUNK_BYTES = {"cpu": 1 << 17, "cuda": 1 << 23}
-"""Bytes widened to 64 bits at a time: on the CPU about a core's second-level cache."""
+_WIDE_CHUNK_BYTES = {"cpu": 1 << 17, "cuda": 1 << 21}
+"""Bytes widened to 64 bits at a time: about the second-level cache of a core, or of a GPU."""
+_CUDA_ROWS, _CUDA_ALIGNMENT = 17, 16
+"""What CUDA's product of 8-bit integers takes: so many rows at least, and bytes whose address,
+distance and number in a row are multiples of that."""
 
 _ROW_SEED, _BLOCK_SEED = 0x6C69_7665_725F_726F, 0x6C69_7665_725F_626C
 _BYTE_SEED, _LANE_SEED = 0x6C69_7665_725F_6279, 0x6C69_7665_725F_6C61
@@ -75,9 +78,10 @@ def add_digest(total: torch.Tensor, view: torch.Tensor, tensor: TensorSpec, box:
         view, row0, col0 = view.t(), 0, box.row0
     content, mark = _bytes(view), _mark(tensor.name)
     rows = _ROW_WEIGHTS.between(row0, row0 + len(content), content.device)
+    chunk_rows = _CHUNK_ROWS[content.device.type]
     for strip in _strips(content, col0 * view.element_size(), rows):
-        for top in range(0, len(strip.weights), _CHUNK_ROWS):
-            chunk = slice(top, top + _CHUNK_ROWS)
+        for top in range(0, len(strip.weights), chunk_rows):
+            chunk = slice(top, top + chunk_rows)
             sums = _row_sums(strip.content[chunk], strip.place)
             total.add_(_dot(sums, strip.weights[chunk]), alpha=mark)
 
@@ -155,9 +159,9 @@ def _row_sums(content: torch.Tensor, place: int) -> torch.Tensor:
     """
     lanes = _lanes(content.device)
     places = slice(place, place + content.shape[1])
-    if content.device.type == "cpu" and _has_byte_product():
-        sums = torch._int_mm(content, lanes.byte_weights[places])
-        return torch.mv(sums.to(torch.int64), lanes.factors)
+    if _has_byte_product(content):
+        sums = torch._int_mm(content, lanes.byte_weights[places]).to(torch.int64)
+        return sums.mul_(lanes.factors).sum(1) if sums.is_cuda else torch.mv(sums, lanes.factors)
     return _wide_row_sums(content, lanes.place_weights[places])
 
 
@@ -172,9 +176,16 @@ def _wide_row_sums(content: torch.Tensor, weights: torch.Tensor) -> torch.Tensor
     return torch.cat(sums)
 
 
+def _has_byte_product(content: torch.Tensor) -> bool:
+    """Whether torch multiplies this by a matrix of 8-bit integers, and faster than in 64 bits."""
+    if content.is_cuda:
+        sizes = (content.data_ptr(), content.stride(0), content.shape[1])
+        return len(content) >= _CUDA_ROWS and not any(n % _CUDA_ALIGNMENT for n in sizes)
+    return _processor_has_byte_product()
+
+
 @lru_cache(maxsize=1)
-def _has_byte_product() -> bool:
-    """Whether torch multiplies matrices of 8-bit integers faster than 64-bit ones."""
+def _processor_has_byte_product() -> bool:
     fast = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     return fast and hasattr(torch, "_int_mm")
 

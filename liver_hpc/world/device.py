@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.cluster.network import GLOO_INTERFACE, NCCL_LOG
-from liver_hpc.errors import DeadlineError
+from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.host.interfaces import interface_addresses, interface_holding
 from liver_hpc.transport import gloo_sockets, gloo_waits
 from liver_hpc.transport.lane import Lane, new_lane, own_lane
@@ -55,7 +55,8 @@ see `transport/lane.py`."""
 _LOADING = "CUDA_MODULE_LOADING"
 _ALL_AT_ONCE = "EAGER"
 """Else CUDA loads a kernel as it is first launched, for which it may wait until the device is idle:
-with a collective under way whose peer does the same, for ever."""
+with a collective under way whose peer does the same, for ever. It takes 5 s and 1 GB of the device
+(docs/explanation/performance.md, "On a GPU")."""
 _HOST_ID = "NCCL_HOSTID"
 """NCCL takes ranks for processes of one host where this is the same for them."""
 _INIT_LIMIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
@@ -152,7 +153,8 @@ def open_device(local_rank: int) -> Device:
     """Claims this worker's device: CUDA device `local_rank` where there is one, else the CPU.
 
     A node with fewer GPUs than workers has several on one, as a workstation on which a run is tried
-    out: NCCL then works between them as if between hosts, through sockets.
+    out: NCCL then works between them as if between hosts, through sockets. Raises LiverError where
+    the GPU takes no further process.
     """
     queues = os.environ.setdefault(_QUEUES, _MOST_QUEUES)  # before anything opens CUDA
     os.environ.setdefault(_LOADING, _ALL_AT_ONCE)
@@ -171,7 +173,14 @@ def open_device(local_rank: int) -> Device:
             # NCCL refuses two ranks of one host on one GPU.
             os.environ.setdefault(_HOST_ID, f"{socket.gethostname()}-{round_of_gpus}")
         device = torch.device("cuda", index)
-        torch.cuda.set_device(device)
+        try:
+            torch.cuda.set_device(device)
+        except RuntimeError as error:
+            text = str(error).partition("\n")[0]
+            raise LiverError(
+                f"GPU {index} takes no further process: {text}. If its memory is free, CUDA's MPS "
+                f"has no queues left: each worker asks for {queues}, set {_QUEUES} to fewer"
+            ) from error
         return Device(device)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     from liver_hpc.world import cpu_shim

@@ -52,8 +52,10 @@ def quarters(tensor: torch.Tensor, down: int, right: int, of_tensor: TensorSpec)
 def _both_products(request: pytest.FixtureRequest) -> Iterator[None]:
     """Few rows and bytes at a time: small tensors span chunks, as large ones do in earnest."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(digest, "_has_byte_product", lambda: request.param == "8-bit products")
-        patch.setattr(digest, "_CHUNK_ROWS", 5)
+        patch.setattr(
+            digest, "_has_byte_product", lambda _content: request.param == "8-bit products"
+        )
+        patch.setitem(digest._CHUNK_ROWS, "cpu", 5)
         patch.setitem(digest._WIDE_CHUNK_BYTES, "cpu", 50)
         yield
 
