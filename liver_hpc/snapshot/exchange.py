@@ -22,7 +22,6 @@ from liver_hpc.world.device import Network
 from liver_hpc.world.store import ControlStore
 
 _HOST = torch.device("cpu")
-_MESSAGE_BYTES = 1 << 26
 _HEADER_BYTES = 2048
 _HEADER, _WORD, _FIRST = 0, 1, 2
 """Tags: of what says whose snapshot comes, of the receiver's answer, of the first message."""
@@ -125,8 +124,8 @@ def in_order(pairs: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
 def _messages(header: torch.Tensor, snapshot: Snapshot) -> Iterator[tuple[int, torch.Tensor]]:
     """(tag, memory) of all that crosses of one snapshot."""
     yield _HEADER, header
-    for number, part in enumerate(torch.split(snapshot.memory, _MESSAGE_BYTES)):
-        yield _FIRST + number, part
+    for number, chunk in enumerate(snapshot.chunks):
+        yield _FIRST + number, chunk
 
 
 def _header(told: HeldSnapshot) -> torch.Tensor:

@@ -3,7 +3,8 @@
 The state stands still from a step boundary to the next update: in that time it is copied into host
 memory. Digests and the way to the partner need no more of training than the CPU. A snapshot is
 complete once every worker of the world holds what it should, which all learn by the reduction at a
-step's end; only then does the one before go, so that there is a complete one at any moment.
+step's end; only then does the one before go, so that there is a complete one at any moment. Its
+memory is that of the next one, also in another world, whose shares have another size.
 
 Where it fails on one of them, all learn that in the same way, and open another exchange at a later
 boundary: the first time at the next one that is due, and after each failure in twice as many steps.
@@ -16,6 +17,7 @@ import math
 import queue
 import threading
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from liver_hpc.clock import Deadline
@@ -25,6 +27,7 @@ from liver_hpc.protocol.messages import HeldSnapshot, ScalarState, Unprotected
 from liver_hpc.snapshot.exchange import Exchange
 from liver_hpc.snapshot.memory import Snapshot, SnapshotState
 from liver_hpc.world.context import WorkerContext
+from liver_hpc.world.host_memory import MemoryPool
 from liver_hpc.world.state import WorldState
 from liver_hpc.world.store import ControlStore
 from liver_hpc.world.world import StepResult, World
@@ -67,6 +70,7 @@ class Snapshots:
         self._complete: list[Snapshot] = []
         self._taking: _Taking | None = None
         self._failures = _NO_FAILURES
+        self._memory = MemoryPool(context.device.host_memory)
 
     def begin(self, world: World, step: int, leaves: bool = False) -> None:
         """At the boundary after `step` steps: begins to take a snapshot, where one is due. Not
@@ -86,7 +90,7 @@ class Snapshots:
         taking = self._taking
         if taking is None or taking.generation != world.generation:
             self.halt()
-            taking = self._taking = _Taking(self._context, world, step)
+            taking = self._taking = _Taking(self._context, self._memory, world, step)
         taking.is_last = leaves
         taking.tell_problem()
         newest = self.newest_step(world.generation)
@@ -168,20 +172,32 @@ class Snapshots:
         taking.pending = []
         if before and before[0].generation == taking.generation:
             taking.spare = before
+            self._memory.clear()  # this world has what it needs
+        else:
+            self._give_back(before)
 
     def halt(self) -> None:
         """Takes no more in the world that trained; what is complete stays, also if only here."""
-        taking = self._end_taking()
-        if taking is not None and taking.pending and taking.done.is_set() and not taking.failed:
-            # Others may know already that it is complete, and have let go of the one before.
-            self._complete = [*taking.pending, *self._complete]
+        # Others may know already that it is complete, and have let go of the one before.
+        self._complete = [*self._end_taking(), *self._complete]
 
-    def _end_taking(self) -> _Taking | None:
-        """Takes no more in the world that trained; what did so."""
+    def _end_taking(self) -> list[Snapshot]:
+        """Takes no more in the world that trained; what is complete here, and not known to be so
+        everywhere."""
         taking, self._taking = self._taking, None
-        if taking is not None:
-            taking.close()
-        return taking
+        if taking is None:
+            return []
+        taking.close()
+        if taking.done.is_set() and not taking.failed:
+            self._give_back(taking.spare)
+            return taking.pending
+        # A peer's bytes may still come into what is a ward's.
+        self._give_back(taking.spare + (taking.pending[:1] if taking.taken.is_set() else []))
+        return []
+
+    def _give_back(self, snapshots: Sequence[Snapshot]) -> None:
+        for each in snapshots:
+            self._memory.give_back(each.chunks)
 
     def interrupt(self) -> None:
         """From any thread, where the world is about to be let go: whoever waits for a snapshot goes
@@ -216,7 +232,7 @@ class _Taking(threading.Thread):
     the world trains on after all.
     """
 
-    def __init__(self, context: WorkerContext, world: World, step: int) -> None:
+    def __init__(self, context: WorkerContext, memory: MemoryPool, world: World, step: int) -> None:
         super().__init__(name="snapshots", daemon=True)
         self.generation = world.generation
         self.pending: list[Snapshot] = []
@@ -228,6 +244,7 @@ class _Taking(threading.Thread):
         self.taken, self.done = threading.Event(), threading.Event()
         self.taken.set()
         self._context = context
+        self._memory = memory
         self._layout = world.rank_map.layout
         self._exchange = Exchange(world.rank_map, context.worker, world.generation, step)
         self._lane = context.device.new_lane()
@@ -254,9 +271,9 @@ class _Taking(threading.Thread):
         self._states.put((state, scalars))
 
     def _new(self) -> list[Snapshot]:
-        model, memory = self._context.recipe.spec, self._context.device.host_memory
+        model, layout, take = self._context.recipe.spec, self._layout, self._memory.take
         ranks = (self._exchange.rank, *self._exchange.wards)
-        return [Snapshot(model, self._layout, rank, self.generation, memory) for rank in ranks]
+        return [Snapshot(model, layout, rank, self.generation, take) for rank in ranks]
 
     def wait(self, event: threading.Event, waits_for: str) -> None:
         """Raises DeadlineError."""
@@ -311,7 +328,7 @@ class _Taking(threading.Thread):
 
     def _take(self, state: WorldState, scalars: ScalarState) -> None:
         for each in self.pending:
-            _ = each.memory  # now, not while the state is read
+            _ = each.chunks  # now, not while the state is read
         if self._closed:
             raise TransferError("nobody wants the snapshot any more")
         with self._lane.entered():

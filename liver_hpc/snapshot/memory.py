@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -15,23 +15,61 @@ from liver_hpc.layout.snapshots import precise, snapshot_boxes
 from liver_hpc.layout.tensors import PARAMETER, Box, ModelSpec
 from liver_hpc.protocol.messages import HeldSnapshot, ScalarState
 from liver_hpc.transport.digest import MODULUS, box_digest
-from liver_hpc.world.host_memory import NewMemory, in_one_run, plain_memory
+from liver_hpc.world.host_memory import BOUND_BYTES, NewMemory, plain_memory
 from liver_hpc.world.state import WorldState
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element: what is not computed with is copied as it lies."""
 
 
+CHUNK_BYTES = 1 << 25
+"""Of a snapshot's memory, but for the last chunk: one size, so that the snapshots of one layout get
+those of another one. As large as an allocation must be for glibc to return it at once."""
+
+
 class _Piece(NamedTuple):
+    """A box, or some rows of one: [box rows, box cols] of bits."""
+
     box: Box
     memory: torch.Tensor
 
 
+class _Place(NamedTuple):
+    """Where a piece lies."""
+
+    box: Box
+    chunk: int
+    start: int
+
+
+class _Chunks:
+    """Cuts memory into chunks, and boxes into the pieces that lie in them."""
+
+    def __init__(self) -> None:
+        self.sizes = [0]
+
+    def place(self, box: Box, element_bytes: int) -> Iterator[_Place]:
+        """A box's pieces, each with as many rows as the chunk has room for."""
+        row_bytes = (box.col1 - box.col0) * element_bytes
+        row0 = box.row0
+        while row0 < box.row1:
+            start = -(-self.sizes[-1] // BOUND_BYTES) * BOUND_BYTES
+            room = (CHUNK_BYTES - start) // row_bytes
+            if room < 1 and start > 0:
+                self.sizes[-1] = max(CHUNK_BYTES, self.sizes[-1])
+                self.sizes.append(0)
+                continue
+            row1 = min(box.row1, row0 + max(room, 1))  # a row that is longer has a chunk alone
+            yield _Place(Box(row0, row1, box.col0, box.col1), len(self.sizes) - 1, start)
+            self.sizes[-1] = start + (row1 - row0) * row_bytes
+            row0 = row1
+
+
 class Snapshot:
-    """The share of one rank of a layout at a step boundary, in one run of host memory.
+    """The share of one rank of a layout at a step boundary, in chunks of host memory.
 
     generation: of the world whose state it is. scalars, digests (by kind): set with what the memory
-    holds. new_memory: where that comes from, by its bytes.
+    holds. new_memory: where a chunk comes from, by its bytes.
     """
 
     def __init__(
@@ -49,9 +87,9 @@ class Snapshot:
         self._new_memory = new_memory
 
     @property
-    def memory(self) -> torch.Tensor:
-        """[bytes] of uint8; undefined before `take`, or before it has arrived from another worker.
-        It comes to be when it is first asked for, which may take a while."""
+    def chunks(self) -> Sequence[torch.Tensor]:
+        """Each [bytes] of uint8; undefined before `take`, or before it has arrived from another
+        worker. They come to be when they are first asked for, which may take a while."""
         return self._laid_out[0]
 
     @property
@@ -59,15 +97,21 @@ class Snapshot:
         return self._laid_out[1]
 
     @cached_property
-    def _laid_out(self) -> tuple[torch.Tensor, dict[tuple[str, int], list[_Piece]]]:
+    def _laid_out(self) -> tuple[list[torch.Tensor], dict[tuple[str, int], list[_Piece]]]:
         model, layout = self._model, self.layout
-        boxes = [*snapshot_boxes(model, layout, layout.coordinate(self.rank))]
-        sizes = [box.elements * model.element_bytes(kind, index) for kind, index, box in boxes]
-        memory, parts = in_one_run(sizes, self._new_memory)
+        chunks = _Chunks()
+        places = [
+            (kind, index, place)
+            for kind, index, box in snapshot_boxes(model, layout, layout.coordinate(self.rank))
+            for place in chunks.place(box, model.element_bytes(kind, index))
+        ]
+        memory = [self._new_memory(num_bytes) for num_bytes in chunks.sizes]
         pieces: dict[tuple[str, int], list[_Piece]] = defaultdict(list)
-        for (kind, index, box), part in zip(boxes, parts, strict=True):
-            bits = _BITS[model.element_bytes(kind, index)]
-            pieces[kind, index].append(_Piece(box, part.view(bits).view(box.shape)))
+        for kind, index, (box, chunk, start) in places:
+            element_bytes = model.element_bytes(kind, index)
+            part = memory[chunk][start : start + box.elements * element_bytes]
+            bits = part.view(_BITS[element_bytes]).view(box.shape)
+            pieces[kind, index].append(_Piece(box, bits))
         return memory, pieces
 
     def take(self, state: WorldState, scalars: ScalarState) -> None:
@@ -91,11 +135,18 @@ class Snapshot:
         )
 
     def find(self, kind: str, tensor_index: int, box: Box) -> torch.Tensor | None:
-        """The bits of a box, [box rows, box cols]; None where the share has not all of it."""
+        """The bits of a box, [box rows, box cols], a copy where it lies in several chunks; None
+        where the share has not all of it."""
+        parts, row = [], box.row0
         for held, memory in self._pieces.get((kind, tensor_index), ()):
-            if held.intersect(box) == box:
-                rows = slice(box.row0 - held.row0, box.row1 - held.row0)
-                return memory[rows, box.col0 - held.col0 : box.col1 - held.col0]
+            common = held.intersect(box._replace(row0=row))
+            if common is None or common != box._replace(row0=row, row1=common.row1):
+                continue
+            rows = slice(common.row0 - held.row0, common.row1 - held.row0)
+            parts.append(memory[rows, box.col0 - held.col0 : box.col1 - held.col0])
+            row = common.row1
+            if row == box.row1:
+                return parts[0] if len(parts) == 1 else torch.cat(parts)
         return None
 
     def told(self) -> HeldSnapshot:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
 import torch
@@ -20,7 +21,8 @@ from liver_hpc.host.pages import populate
 NewMemory = Callable[[int], torch.Tensor]
 """Makes [bytes] of uint8, which may take a while."""
 
-_BOUND_BYTES = 64
+BOUND_BYTES = 64
+"""A part of some memory begins on a multiple of it."""
 
 
 def plain_memory(num_bytes: int) -> torch.Tensor:
@@ -34,12 +36,40 @@ def plain_memory(num_bytes: int) -> torch.Tensor:
 def in_one_run(
     sizes: Sequence[int], new_memory: NewMemory
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Memory for parts of so many bytes, each of which begins on a bound of 64; and the parts."""
-    starts = [*accumulate((-(-size // _BOUND_BYTES) * _BOUND_BYTES for size in sizes), initial=0)]
+    """Memory for parts of so many bytes, each of which begins on a bound; and the parts."""
+    starts = [*accumulate((-(-size // BOUND_BYTES) * BOUND_BYTES for size in sizes), initial=0)]
     memory = new_memory(starts[-1])
     return memory, [
         memory[start : start + size] for start, size in zip(starts, sizes, strict=False)
     ]
+
+
+class MemoryPool:
+    """Memory that is taken and given back, and then taken again: to clear its pages, and to pin
+    them for a GPU, takes longer than to copy a state into them. From any thread."""
+
+    def __init__(self, new_memory: NewMemory) -> None:
+        self._new_memory = new_memory
+        self._free: list[torch.Tensor] = []
+        self._changing = threading.Lock()
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """[num_bytes] of uint8: what had that size before, with what it held, else new."""
+        with self._changing:
+            for place, memory in enumerate(self._free):
+                if memory.numel() == num_bytes:
+                    return self._free.pop(place)
+        return self._new_memory(num_bytes)
+
+    def give_back(self, memory: Iterable[torch.Tensor]) -> None:
+        """Nobody writes to it any more, nor relies on what it holds."""
+        with self._changing:
+            self._free += memory
+
+    def clear(self) -> None:
+        """Lets go of what is not taken."""
+        with self._changing:
+            self._free.clear()
 
 
 class _Pages(mmap.mmap):

@@ -68,7 +68,8 @@ class PlayedExchange:
             raise TransferError(self.fails)
         for rank, ward in zip(self.wards, wards, strict=True):
             theirs = self.shares[self._generation, step, rank]
-            ward.memory.copy_(theirs.memory)
+            for chunk, their_chunk in zip(ward.chunks, theirs.chunks, strict=True):
+                chunk.copy_(their_chunk)
             ward.scalars, ward.digests = theirs.scalars, theirs.digests
 
     def cpu_s(self) -> float:
@@ -201,8 +202,9 @@ class OthersShares(dict[tuple[int, int, int], Any]):
 
     def __missing__(self, key: tuple[int, int, int]) -> Snapshot:
         generation, step, rank = key
-        share = Snapshot(TIED, PAIR.layout, rank, generation)
-        share.memory.zero_()
+        share = Snapshot(TIED, self._one.world.rank_map.layout, rank, generation)
+        for chunk in share.chunks:
+            chunk.zero_()
         share.scalars, share.digests = self._one.world.scalar_state(step), share.digest()
         return share
 

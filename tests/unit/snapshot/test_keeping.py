@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,10 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from liver_hpc.errors import DeadlineError
+from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.snapshots import SNAPSHOTS_HELD, largest_snapshot, most_held_bytes
 from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.protocol.messages import Unprotected
 from liver_hpc.run.salvage import newest
+from liver_hpc.snapshot import memory
 from liver_hpc.snapshot.keeping import Flag
 from liver_hpc.snapshot.memory import Snapshot
 from liver_hpc.world.device import Device
@@ -186,12 +188,22 @@ def test_it_counts_once_all_have_told_and_the_one_before_goes_only_then() -> Non
     assert one.steps_sent == [0, 1]
 
 
+def places_of(snapshots: Sequence[Snapshot], num_bytes: int | None = None) -> set[int]:
+    """Of their chunks, or of those of one size."""
+    chunks = [chunk for each in snapshots for chunk in each.chunks]
+    return {each.data_ptr() for each in chunks if num_bytes in (None, len(each))}
+
+
+def bytes_of(snapshots: Sequence[Snapshot]) -> int:
+    return sum(chunk.numel() for each in snapshots for chunk in each.chunks)
+
+
 def test_the_memory_of_the_one_before_is_written_next() -> None:
     one = of_a_pair(1)
     places = set()
     for _ in range(5):
         one.train()
-        places |= {each.memory.data_ptr() for each in one.snapshots._complete}
+        places |= places_of(one.snapshots._complete)
     assert len(places) == SNAPSHOTS_HELD
 
 
@@ -215,6 +227,43 @@ def test_in_the_next_world_there_are_no_more_of_them() -> None:
 # ---- across a handoff
 
 
+@pytest.mark.parametrize("under_way", [True, False])
+def test_another_world_writes_into_the_memory_of_the_one_before(
+    under_way: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its layout; but not where a peer of the old world may write still, nor where what
+    is complete lies before the new one is."""
+    monkeypatch.setattr(memory, "CHUNK_BYTES", 1024)
+    one = of_a_pair(1)
+    for _ in range(3):
+        one.train()
+    taking = one.snapshots._taking
+    assert taking is not None
+    complete = places_of(one.snapshots._complete, 1024)
+    if under_way:
+        one.begin()
+        own, ward = taking.pending
+        free, written = places_of([own], 1024), places_of([ward])
+    else:
+        free, written = places_of(taking.spare, 1024), set()
+    assert free
+    one.enter(RankMap(Layout(2, 1, 1), PAIR.workers), generation=1)
+    one.begin()
+    one.cross()
+    new = one.snapshots._taking
+    assert new is not None
+    first = places_of(new.pending)
+    assert free <= first
+    assert not complete & first
+    one.agree(COMPLETE, COMPLETE)
+    one.train()
+    second = places_of(one.snapshots._complete)
+    assert complete <= second
+    assert not (first | second) & written
+    one.train()
+    assert not one.snapshots._memory._free, "no more than this world needs"
+
+
 @pytest.mark.parametrize("crosses", [True, False])
 def test_a_worlds_last_boundary_is_copied_beside_the_next_ones_first_step(crosses: bool) -> None:
     """So a loss in the second one goes back to where the first one began."""
@@ -232,8 +281,8 @@ def test_a_worlds_last_boundary_is_copied_beside_the_next_ones_first_step(crosse
     one.begin()
     assert one.snapshots._taking is not old
     assert one.held == ([1, 1, 0, 0] if crosses else [0, 0])
-    held = sum(each.memory.numel() for each in one.snapshots._complete)
-    pending = sum(each.memory.numel() for each in one.snapshots._taking.pending)  # type: ignore[union-attr]
+    held = bytes_of(one.snapshots._complete)
+    pending = bytes_of(one.snapshots._taking.pending)  # type: ignore[union-attr]
     share = largest_snapshot(TIED, PAIR.layout)
     assert held + pending == (3 if crosses else 2) * 2 * share
     assert most_held_bytes({PAIR.layout: share}) == 3 * 2 * share

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from liver_hpc.world.host_memory import pinned_memory
+from liver_hpc.world.host_memory import MemoryPool, pinned_memory, plain_memory
 
 SUCCESS, REFUSED = 0, 2
 
@@ -72,3 +72,13 @@ def test_what_the_device_refuses_is_told_and_not_taken_from_it(runtime: PlayedRu
 def test_nothing_is_nothing(runtime: PlayedRuntime) -> None:
     assert pinned_memory(0).numel() == 0
     assert not runtime.known
+
+
+def test_a_pool_gives_what_it_got_back_where_it_has_that_size() -> None:
+    pool = MemoryPool(plain_memory)
+    small, large = pool.take(64), pool.take(128)
+    pool.give_back([small, large])
+    assert pool.take(128) is large
+    assert pool.take(128) is not large
+    pool.clear()
+    assert pool.take(64) is not small
