@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,11 +157,12 @@ def remains(directory: Path) -> list[tuple[int, Path]]:
     return [(int(match[2]), path) for match, path in _remains(directory)]
 
 
-def put_back(directory: Path) -> None:
-    """Gives those that were to be replaced their names again, where nothing came in their place."""
+def put_back(directory: Path, of: Callable[[int], bool] = lambda _generation: True) -> None:
+    """Gives those that were to be replaced their names again, where nothing came in their place.
+    of: whether by a world of this generation."""
     for match, path in _remains(directory):
         final = iteration_path(directory, int(match[1]))
-        if match[3] == "replaced" and not final.exists():
+        if match[3] == "replaced" and of(int(match[2])) and not final.exists():
             path.rename(final)
 
 

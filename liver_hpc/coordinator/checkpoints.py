@@ -132,7 +132,13 @@ def to_load(config: RunConfig, directory: Path, own: Checkpoint | None) -> Loade
     same = load.resolve() == directory.resolve()
     if own is not None and not same:
         return None
-    found = loaded_checkpoint(load)
+    try:
+        found = loaded_checkpoint(load)
+    except CheckpointError as error:
+        if own is None:
+            raise
+        log.warning("checkpoint.load: %s: the run goes on from its own newest one", error)
+        return None
     if found is None:
         if not same:
             raise CheckpointError(f"checkpoint.load: {load} has no {TRACKER_FILE}")
@@ -199,6 +205,7 @@ class Checkpoints:
     def take_over(self, lives: Callable[[int], bool]) -> None:
         """From another coordinator, whose worlds may be writing one: clears away what no world
         completes any more. lives: whether the world of a generation does."""
+        put_back(self.directory, lambda generation: not lives(generation))
         for generation, path in remains(self.directory):
             if not lives(generation):
                 _remove(path)
@@ -282,11 +289,13 @@ class Checkpoints:
 
     def _set_aside(self, path: Path) -> Path:
         """Of a damaged checkpoint; a job of Megatron's loads the one before it, then."""
-        aside = set_aside(path)
-        left = [step for step, _ in complete_checkpoints(self.directory)]
+        left = [step for step, other in complete_checkpoints(self.directory) if other != path]
         if left:
-            track(self.directory, left[-1])
-        return aside
+            try:
+                track(self.directory, left[-1])
+            except OSError as error:  # a full disk; this run does not read it
+                log.warning("%s: %s", self.directory / TRACKER_FILE, error.strerror)
+        return set_aside(path)
 
     # ---- while it trains
 

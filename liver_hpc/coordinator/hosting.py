@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,6 +41,8 @@ _REQUEUE_S = 3.0
 _REQUEUE_SHARE = 0.25
 _LOOK_S = 0.5
 _MOST_SAID_BYTES = 2**16
+_MOST_REASON = 2**12
+"""Characters; the outcome's file has all of them."""
 
 
 class HostedCoordinator:
@@ -190,11 +192,14 @@ def _run(run_directory: Path, line: socket.socket) -> int:
     control = Control()
 
     def listen() -> None:
-        steps = -1
+        steps, ended = -1, False
         while True:
             if control.steps_done != steps:
                 steps = control.steps_done
                 line.send(json.dumps({"steps": steps}).encode())
+            if control.outcome is not None and not ended:
+                ended = True  # while its metrics are being written, which takes a while
+                line.send(_told(control.outcome))
             if select.select([line], [], [], _LOOK_S)[0]:
                 said = line.recv(_MOST_SAID_BYTES)
                 if not said:
@@ -212,8 +217,14 @@ def _run(run_directory: Path, line: socket.socket) -> int:
         line.send(b'{"superseded": true}')
     else:
         if outcome is not None:
-            line.send(json.dumps({"outcome": asdict(outcome)}).encode())
+            line.send(_told(outcome))
     return 0
+
+
+def _told(outcome: Outcome) -> bytes:
+    """One message, whatever the reason."""
+    short = replace(outcome, reason=outcome.reason[:_MOST_REASON])
+    return json.dumps({"outcome": asdict(short)}).encode()
 
 
 def checkpoint_in_time(hosted: HostedCoordinator, slurm: SlurmSection, job_id: str) -> None:

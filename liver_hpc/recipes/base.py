@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,6 +93,8 @@ class Recipe(ABC):
         self.options = options
         self.config = config
         self._spec: ModelSpec | None = None
+        self.reading = threading.RLock()
+        """Held while samples are read: a data set has one reader at a time, whoever reads ahead."""
 
     @classmethod
     def derived(cls, options: Any) -> Mapping[KeyPath, Derived]:
@@ -180,6 +183,11 @@ class Recipe(ABC):
     def python_path(self) -> Sequence[Path]:
         """Directories that go first on Python's path, before torch and megatron are imported."""
         return ()
+
+    def checks_gradients(self) -> bool:
+        """Whether gradients that are not finite end a step before its update, and the run with it.
+        Asked as a world is built, whose groups are in use on the calling thread."""
+        return False
 
     def checkpoint_extras(self, step: int) -> Mapping[str, Any]:
         """What a job's checkpoint of step `step` holds beside what the runtime knows of, by the

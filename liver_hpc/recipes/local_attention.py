@@ -37,8 +37,8 @@ def share_of_sequence(group: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor,
 
 
 class LocalAttention(DotProductAttention):  # type: ignore[misc]
-    """Causal attention of a rank's queries to the keys and values of whole samples. Collective over
-    the context-parallel group.
+    """Causal attention of a rank's queries to the keys and values of whole samples, or to as many
+    before a query as `window_size` says. Collective over the context-parallel group.
 
     The mask is made here, so none is to be given. Dropout's mask is a part of the one that a whole
     sample has.
@@ -49,6 +49,11 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
         plain.context_parallel_size = 1  # which Megatron's class asks for
         super().__init__(plain, *args, pg_collection=pg_collection, **options)
         self.cp_group = pg_collection.cp
+        softmax = self.scale_mask_softmax
+        self._window: Any = softmax.window_size
+        if self._window is not None or self.cp_group.size() > 1:
+            # Megatron's masks are of rows that are the last ones of the sample.
+            softmax.window_size, softmax.scaled_masked_softmax_fusion = None, False
         if self.cp_group.size() > 1:
             plain_dropout: torch.nn.Dropout = self.get_submodule("attention_dropout")
             self.attention_dropout = _RowsOfDropout(plain_dropout.p, self.cp_group)
@@ -76,9 +81,13 @@ class LocalAttention(DotProductAttention):  # type: ignore[misc]
                 for part in (key, value)
             )
             mine = positions(length, cp, group.rank(), query.device)
-        later = torch.arange(length, device=query.device) > mine[:, None]
+        later = torch.arange(length, device=query.device) - mine[:, None]
+        before, after = (-1, 0) if self._window is None else self._window  # as Megatron has it
+        hidden = later > after
+        if before >= 0:
+            hidden |= later < -before
         attend = super().forward
-        context: torch.Tensor = attend(query, key, value, later[None, None], *args, **options)
+        context: torch.Tensor = attend(query, key, value, hidden[None, None], *args, **options)
         return context  # [sequence / cp, micro batch, hidden / tp]
 
 

@@ -5,7 +5,7 @@ is NaN. The medians of worlds are those of `worlds.py`.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -61,7 +61,8 @@ class ReconfigurationFigures(ReconfigurationRecord):
     lost_s: from the end of the source's last step to the end of the target's first, less one median
     step of the target; of an aborted attempt the time that the source stood at the boundary.
     slowdown_s: extra time of source steps beside BOOT and PREPARE and of target steps beside
-    RELEASE. cost_s: both together, all that training has given for it. lost_steps, cost_steps: in
+    RELEASE. cost_s: both together, all that training has given for it, as far as that is known of
+    one that did not complete. lost_steps, cost_steps: in
     median steps of the world that trained on. reconfiguration_s: notice to the end of the target's
     first step. median_is_disturbed: a median behind these figures had to be taken of disturbed
     steps. path: where the lost time went; None where the workers did not say.
@@ -212,12 +213,17 @@ def _attempts(
         lost_s = _lost_s(record, median_s, starts_s)
         disturbed = beside[record.generation]
         slowdown_s = _slowdown_s(record, disturbed, times, records.evaluations)
+        cost_s = lost_s + slowdown_s
+        if (
+            record.outcome != COMPLETED
+        ):  # what one that failed has lost is a recovery's, or a start's
+            cost_s = known_sum([lost_s, slowdown_s])
         used = {went_on, *(step.generation for step in disturbed)} & worlds.keys()
         found.append(
             ReconfigurationFigures(
                 **vars(record),
-                cost_s=lost_s + slowdown_s,
-                cost_steps=ratio(lost_s + slowdown_s, median_s),
+                cost_s=cost_s,
+                cost_steps=ratio(cost_s, median_s),
                 lost_s=lost_s,
                 lost_steps=0.0 if lost_s == 0 else ratio(lost_s, median_s),
                 slowdown_s=slowdown_s,
@@ -286,6 +292,9 @@ def _steps_beside(
     found: dict[int, list[StepRecord]] = defaultdict(list)
     completed = {a.generation for a in records.reconfigurations if a.outcome == COMPLETED}
     aborted = {a.generation for a in records.reconfigurations if a.outcome == ABORTED}
+    away: dict[int, list[int]] = defaultdict(list)  # in the order in which they began
+    for attempt in records.reconfigurations:
+        away[attempt.source_generation].append(attempt.generation)
     for step in records.steps:
         if step.phase == "release":
             found[step.generation].append(step)
@@ -293,11 +302,9 @@ def _steps_beside(
             rebuilt = step.generation not in completed and step.generation - 1 in aborted
             if rebuilt:
                 found[step.generation - 1].append(step)
-        elif step.phase == "prepare":
-            away = [a for a in records.reconfigurations if a.source_generation == step.generation]
-            begun = [a for a in away if begun_s[a.generation] <= step.ended_s]
-            for attempt in begun[-1:] or away[:1]:
-                found[attempt.generation].append(step)
+        elif step.phase == "prepare" and (attempts := away.get(step.generation)):
+            begun = bisect_right(attempts, step.ended_s, key=begun_s.__getitem__)
+            found[attempts[max(begun - 1, 0)]].append(step)
     return found
 
 
@@ -333,11 +340,12 @@ def _notices(
     records: RunRecords, attempts: Mapping[int, ReconfigurationFigures]
 ) -> tuple[NoticeFigures, ...]:
     notices = sorted(records.notices, key=lambda notice: notice.at_s)
-    again_s = _begun_again_s(records.steps) if notices else []
+    again_s = sorted(_begun_again_s(records.steps)) if notices else []
+    at_s = [notice.at_s for notice in notices]
     figures = []
-    for number, notice in enumerate(notices):
-        later = (other.at_s for other in notices[number:] if other.at_s > notice.at_s)
-        until_s = min(later, default=math.inf)
+    for notice in notices:
+        later = bisect_right(at_s, notice.at_s)
+        until_s = at_s[later] if later < len(at_s) else math.inf
         attempt = attempts.get(notice.generation)
         left_s = notice.left_s
         if notice.kind == "granted":
@@ -349,7 +357,7 @@ def _notices(
                 left_s=left_s - notice.at_s,
                 pause_s=attempt.pause_s if attempt is not None else math.nan,
                 lost_steps=attempt.lost_steps if attempt is not None else math.nan,
-                repeated_steps=sum(notice.at_s <= time_s < until_s for time_s in again_s),
+                repeated_steps=bisect_left(again_s, until_s) - bisect_left(again_s, notice.at_s),
             )
         )
     return tuple(figures)

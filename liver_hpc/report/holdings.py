@@ -38,6 +38,7 @@ class HoldingsFold:
         self._node_of: dict[str, str] = {}  # of agents
         self._seats: dict[int, _Slot] = {}  # of workers
         self._partitions: Mapping[str, str] = {}
+        self._source = -1  # of the newest handoff: its world's generation
         self._last_s = 0.0
         self._unconfirmed: set[_Slot] = set()
         self._restarts = False
@@ -62,10 +63,9 @@ class HoldingsFold:
     def take(self, entry: Entry) -> None:
         """Raises KeyError where an event lacks a field."""
         event, at_s = entry.event, entry.at_s
-        if event["type"] == STEP_DONE:  # of which there may be a million
-            self._last_s = at_s
-            return
         match event["type"]:
+            case str(kind) if kind == STEP_DONE:  # of which there may be a million
+                pass
             case str(kind) if kind == COORDINATOR_STARTED:
                 self._started(event["attributes"])
             case "launch_allowed":
@@ -131,6 +131,10 @@ class HoldingsFold:
             case "send" if (where := RANK_MAPS.get(action["message"]["type"])) is not None:
                 message = action["message"]
                 self._placed(message["generation"], WireRankMap.model_validate(message[where]))
+                self._source = message.get("source_generation", -1)
+            case "send" if (again := action["message"].get("rebuild_generation")) is not None:
+                before = self._placements.get(self._source, [])
+                self._placements[again] = [replace(row, generation=again) for row in before]
             case "end":
                 self._restarts = action["state"] == "restart"
                 if not self._restarts:

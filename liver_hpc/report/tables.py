@@ -166,7 +166,9 @@ def summary_lines(figures: RunFigures, records: RunRecords) -> dict[str, str]:
 
 def _validation(evaluations: Sequence[EvaluationRecord], took_s: float) -> str:
     """The last loss, and the least one where that is another."""
-    last, least = evaluations[-1], min(evaluations, key=attrgetter("loss"))
+    last = evaluations[-1]
+    known = [each for each in evaluations if math.isfinite(each.loss)]
+    least = min(known, key=attrgetter("loss"), default=last)
     words = f"loss {last.loss:.4f} after {last.step} steps"
     if least.loss < last.loss:
         words += f", least {least.loss:.4f} after {least.step}"

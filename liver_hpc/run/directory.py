@@ -223,6 +223,9 @@ def _owner_of(path: Path) -> RunDirectory | None:
 
 
 def _take(path: Path, run: RunDirectory) -> None:
+    owner = _owner_of(path)
+    if owner is not None and owner.path.samefile(run.path):
+        return  # a disk that is full by now keeps nobody from going on
     try:
         write_whole(path / OWNER_FILE, str(run.path.absolute()))
     except OSError as error:

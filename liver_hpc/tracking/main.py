@@ -167,9 +167,12 @@ class Following:
             self._do(name, self._trackers[name].flush)
         course = self._course
         stands = Stands(self._journal_s, self._last, course.step, course.furthest)
-        for name, tracker in self._trackers.items():
-            if tracker.keeps:
-                write_private_json(_stands(self._directory, name), stands._asdict())
+        try:
+            for name, tracker in self._trackers.items():
+                if tracker.keeps:
+                    write_private_json(_stands(self._directory, name), stands._asdict())
+        except OSError as error:  # what is not noted is told again after a start
+            log.warning("%s: %s", error.filename, error.strerror)
 
     def _do(self, name: str, work: Callable[[], None]) -> None:
         """What a library raises is nobody's concern but its tracker's, which is told of no more."""

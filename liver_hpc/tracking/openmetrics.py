@@ -139,17 +139,14 @@ def of_figures(figures: RunFigures) -> Iterator[Metric]:
     for name, about, value in (
         ("liver_goodput_ratio", "Share of time in which training made progress.", figures.goodput),
         ("liver_last_pause_seconds", "Pause of the last handoff.", _last_pause_s(figures)),
-    ):
-        if math.isfinite(value):
-            yield gauge(name, about, value)
-    # Sums that later steps may correct downwards are no counters.
-    for name, about, value in (
+        # Sums that later steps may correct downwards are no counters.
         ("liver_lost_seconds", "Lost time of all handoffs.", figures.lost_s),
         ("liver_slowdown_seconds", "Slowdown of all handoffs.", figures.slowdown_s),
         ("liver_pause_seconds", "Pauses of all handoffs.", figures.pause_s),
         ("liver_tokens", "Tokens that were trained with, each once.", figures.tokens),
     ):
-        yield gauge(name, about, value)
+        if math.isfinite(value):
+            yield gauge(name, about, value)
     about = "Recoveries from memory."
     yield CounterMetricFamily("liver_recoveries", about, value=len(figures.recoveries))
     outcomes = Counter(attempt.outcome for attempt in figures.reconfigurations)

@@ -23,12 +23,9 @@ OF_LOSS = ("loss", "tokens")
 
 
 def kept(reported: Reported) -> Reported:
-    """Metrics of their own memory: Megatron scales the loss where it lies, and one may be a view
-    of it."""
-    return {
-        name: value if name in OF_LOSS else torch.as_tensor(value).detach().clone()
-        for name, value in reported.items()
-    }
+    """What was told, in memory of its own: Megatron scales the loss where it lies, and what is told
+    may be that, or a view of it."""
+    return {name: torch.as_tensor(value).detach().clone() for name, value in reported.items()}
 
 
 def summed(reported: Sequence[Reported], weights: Sequence[float], counted: bool) -> Sums:

@@ -18,6 +18,8 @@ _LAYOUT_DEPENDENT_BALANCING = {
     "global_aux_loss": "its counts run on across steps, and differ between data-parallel ranks",
     "sinkhorn": "it balances the tokens of one rank, which are others in another layout",
 }
+_BALANCING = ("aux_loss", "seq_aux_loss", "none")
+_PROCESS_WIDE = "the scale of its loss is one for the process, which a rehearsal would change"
 _SCALES = "its scales run on across steps in extra state, which is not moved"
 _NOISE = "its noise is drawn for the tokens of one rank, which are others in another layout"
 _OPTIONS = {
@@ -26,6 +28,8 @@ _OPTIONS = {
     "fp4": _SCALES,
     "calculate_per_token_loss": "the loss of a recipe is a mean over its micro-batch",
     "tp_comm_overlap": "its buffers are made once a process, for one layout",
+    "mtp_num_layers": _PROCESS_WIDE,
+    "experimental_attention_variant": _PROCESS_WIDE,
     "moe_input_jitter_eps": _NOISE,
     "moe_router_force_load_balancing": _NOISE,
 }
@@ -114,10 +118,11 @@ def _layout_dependent(config: Any, layout: Layout) -> Iterator[str]:
         yield "experts with tp want sequence parallelism: add sp to the layout"
     balancing = config.moe_router_load_balancing_type
     for kind in [balancing] if isinstance(balancing, str) else balancing:
-        if kind in _LAYOUT_DEPENDENT_BALANCING:
+        if kind not in _BALANCING:
+            why = _LAYOUT_DEPENDENT_BALANCING.get(kind, "it was not tried with a live handoff")
             yield (
-                f"moe_router_load_balancing_type {kind}: {_LAYOUT_DEPENDENT_BALANCING[kind]}; "
-                "aux_loss, seq_aux_loss and none are the same in every layout"
+                f"moe_router_load_balancing_type {kind}: {why}; {', '.join(_BALANCING)} are the "
+                "same in every layout"
             )
     if config.moe_expert_capacity_factor is not None:
         yield (

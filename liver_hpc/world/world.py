@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -156,7 +157,7 @@ class World:
         self.taken: frozenset[int] = frozenset()
         reads = type(recipe).fetch is not Recipe.fetch
         self._ahead = ReadAhead(
-            partial(recipe.fetch, layout=rank_map.layout, at=at),
+            self._fetch,
             recipe.config.train.read_ahead if reads else 0,
         )
         self._next: tuple[int, list[MicroBatch]] = (-1, [])  # a step, and what it computes
@@ -218,6 +219,7 @@ class World:
             overlap_grad_reduce=train.overlap_grad_reduce,
             overlap_param_gather=train.overlap_param_gather,
             bucket_size=train.bucket_elements,
+            check_for_nan_in_grad=recipe.checks_gradients(),
         )
         with self._allocating():
             chunks = [
@@ -366,6 +368,11 @@ class World:
             self._ahead.want(self._next[1])
         return found
 
+    def _fetch(self, samples: Sequence[Any]) -> Any:
+        """From the read-ahead thread, or the one that computes, of this world or of another."""
+        with self.recipe.reading, thread.groups_in_use(self.groups):
+            return self.recipe.fetch(samples, layout=self.rank_map.layout, at=self.at)
+
     @_in_its_groups
     def evaluate(self, numbers: Iterable[int]) -> float:
         """The mean loss over validation batches, by their numbers. Changes nothing of the state.
@@ -379,7 +386,7 @@ class World:
                 found = self._compute(self._micro_batches(batch, first), forward_only=True)
                 loss_sum, weight = loss_sum + found.loss_sum, weight + found.weight
         loss_sum, weight = self._summed(loss_sum, weight)
-        return loss_sum / weight
+        return loss_sum / weight if weight else math.nan
 
     def _compute(
         self, micro_batches: Sequence[MicroBatch], forward_only: bool = False
@@ -506,7 +513,7 @@ class World:
             self._metrics = tuple(sorted(names.union(self._metrics)))
             sums = self._summed(*metrics.in_order(told, self._metrics))
         return StepResult(
-            loss_sum / weight,
+            loss_sum / weight if weight else math.nan,  # of a batch in which no token counts
             *update,
             ready=int(raised.ready),
             stop=int(raised.stop),

@@ -4,8 +4,10 @@ that can be are marked and built without a trace in the training thread beside."
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol.votes import Side, disagreements
 from liver_hpc.recipes.base import BuildContext
 from liver_hpc.recipes.gpt_config import GPTConfig
+from liver_hpc.recipes.megatron_lm.losses import mean_of
+from liver_hpc.world import refused, thread
 from tests.integration.random_tokens import RandomTokenGPT, tiny_config, tiny_recipe
 from tests.integration.test_recomputation import TorchCheckpoints
 from tests.integration.toys import Toy, build_world, derived, experts
@@ -301,6 +305,77 @@ def test_a_tensor_of_more_dimensions_is_held_as_it_is(device: Any) -> None:
     held = world.state.view("parameter", 0, recipe.spec.tensors[0].whole)
     assert torch.equal(held, world.chunks[0].module.conv.weight.detach().view(4, 18))
     world.close()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("mtp_num_layers", 1),
+        ("moe_router_load_balancing_type", "sinkhorn"),
+        ("moe_router_load_balancing_type", ["aux_loss", "a_new_one"]),
+    ],
+)
+def test_what_one_scale_or_balance_of_a_process_rules_is_refused(option: str, value: Any) -> None:
+    config = SimpleNamespace(
+        num_moe_experts=4,
+        expert_tensor_parallel_size=None,
+        moe_router_load_balancing_type="aux_loss",
+        moe_expert_capacity_factor=None,
+    )
+    layout = Layout.parse("dp2")
+    assert not [*refused._layout_dependent(config, layout)]
+    setattr(config, option, value)
+    (problem,) = refused._layout_dependent(config, layout)
+    assert problem.startswith(option)
+
+
+def test_samples_are_read_by_one_thread_at_a_time_in_the_groups_of_their_world(
+    device: Any,
+) -> None:
+    """So a data set may ask for Megatron's arguments, and need not be made for several readers."""
+    toy = Toy(lambda _: {"body": linear()})
+    toy.spec = derived(toy, "dp1")
+    readers, seen, met = 0, [], threading.Barrier(2)
+
+    def fetch(samples: Any, layout: Any, at: Any) -> Any:
+        nonlocal readers
+        readers += 1
+        seen.append((thread.here.groups, readers))
+        time.sleep(0.05)
+        readers -= 1
+
+    worlds = [build_world(toy, device) for _ in range(2)]
+    toy.fetch = fetch  # type: ignore[method-assign]
+
+    def read(world: Any) -> None:
+        met.wait(10.0)
+        world._fetch([0])
+
+    others = [threading.Thread(target=read, args=(world,)) for world in worlds]
+    for one in others:
+        one.start()
+    for one in others:
+        one.join()
+    assert {id(groups) for groups, _ in seen} == {id(world.groups) for world in worlds}
+    assert [count for _, count in seen] == [1, 1]
+    for world in worlds:
+        world.close()
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_a_loss_function_that_gives_a_mean_alone_has_no_context_parallelism(
+    cp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        thread.here, "groups", SimpleNamespace(cp=SimpleNamespace(size=lambda: cp)), raising=False
+    )
+    mean = mean_of(lambda output: (output.mean(), {"lm loss": output.mean()}))
+    if cp == 1:
+        loss, reported = mean(torch.ones(4))
+        assert (float(loss), float(reported["loss"])) == (1.0, 1.0)
+    else:
+        with pytest.raises(PlanError, match=r"gives \(mean, report\).*with cp give"):
+            mean(torch.ones(4))
 
 
 # ---- what the worker's module is, against the spec that was derived before

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from liver_hpc.errors import PlanError
 from liver_hpc.recipes.base import LossFunction
 from liver_hpc.world import thread
 
 
 def mean_of(loss_function: Callable[[torch.Tensor], Any]) -> LossFunction:
     """Megatron-LM's loss functions give (sum over tokens, number of tokens, report), earlier ones
-    (mean, report).
+    (mean, report), of which PlanError is raised with context parallelism.
 
     The mean is over the tokens of whole samples: with context parallelism each rank counts those of
     its share, and the counts are summed over the group, in which this is collective. What the
@@ -27,6 +28,12 @@ def mean_of(loss_function: Callable[[torch.Tensor], Any]) -> LossFunction:
         group = thread.here.groups.cp
         metrics = {name: _metric(value, group.size()) for name, value in (report or {}).items()}
         if not counted:
+            if group.size() > 1:
+                raise PlanError(
+                    "the script's loss function gives (mean, report): whether its mean is over the "
+                    "tokens of this context-parallel rank or of all is not known; with cp give "
+                    "(sum over tokens, number of tokens, report)"
+                )
             return loss, metrics | {"loss": loss.detach().clone()}
         tokens = counted[0].detach().clone()
         if group.size() > 1:

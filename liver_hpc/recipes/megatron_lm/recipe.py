@@ -107,6 +107,12 @@ class Pretrain(Recipe):
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         return model
 
+    def checks_gradients(self) -> bool:
+        from liver_hpc.world import thread
+
+        args = self.script.arguments_of(thread.here.groups)
+        return bool(getattr(args, "check_for_nan_in_loss_and_grad", False))
+
     def _check_embeddings(self, captured: Captured, layout: Layout) -> None:
         """Copies of the embedding are on the first stage and the last one, and their gradients are
         summed there."""
@@ -145,7 +151,8 @@ class Pretrain(Recipe):
     def _collated(self, samples: Sequence[Any]) -> Any:
         from torch.utils.data import default_collate
 
-        return default_collate([self._sample(sample) for sample in samples])
+        with self.reading:
+            return default_collate([self._sample(sample) for sample in samples])
 
     def _sample(self, sample: Sample) -> Any:
         if self._datasets is None:

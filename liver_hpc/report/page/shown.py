@@ -1,4 +1,4 @@
-"""The run file as a page shows it that is handed around: without the lines that hold secrets."""
+"""The run file as a page shows it that is handed around: without what may hold secrets."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 import yaml
 
 HIDDEN = "not shown here"
-_LINES, _OPTIONS, _EXPORT = "setup", "options", "export"
+_LINES, _CHECK, _EXPORT = "setup", "health_check", "export"
+_OPTIONS = ("options", "step_options")
 
 
 def shown_config(text: str) -> str:
-    """A run file's text with the lines of shell that sites log in with (`setup`), and the
-    environment that sbatch is given (`options: {export: ...}`), replaced; as it is where there are
-    none, or where it is no run file.
+    """A run file's text with the lines of shell that sites log in with (`setup`, `health_check`),
+    the environment that sbatch and srun are given (`export`), and that a container is (its
+    options), replaced; as it is where there are none, or where it is no run file.
     """
     try:
         document = yaml.safe_load(text)
@@ -33,8 +34,15 @@ def _hide(value: Any) -> bool:
     if value.get(_LINES):
         value[_LINES] = [f"({len(value[_LINES])} lines, {HIDDEN})"]
         hidden.append(True)
-    options = value.get(_OPTIONS)
-    if isinstance(options, dict) and _EXPORT in options:
-        options[_EXPORT] = HIDDEN
+    if value.get(_CHECK):
+        value[_CHECK] = HIDDEN
         hidden.append(True)
+    for name in _OPTIONS:
+        options = value.get(name)
+        if isinstance(options, dict) and _EXPORT in options:
+            options[_EXPORT] = HIDDEN
+            hidden.append(True)
+        elif isinstance(options, list) and options:
+            value[name] = [f"({len(options)}, {HIDDEN})"]
+            hidden.append(True)
     return any(hidden)
