@@ -416,8 +416,13 @@ class Coordinator:
         if calls.epoch > self._epoch.number:
             raise Superseded(self._epoch.number)
         refused = version_fault(calls.version, f"agent {calls.agent}")
-        if not self._agents.expects(calls.agent) and calls.agent not in self._registry:
-            refused = "it is not expected"
+        if calls.agent not in self._registry:
+            if not self._agents.expects(calls.agent):
+                refused = "it is not expected"
+            elif calls.epoch == self._epoch.number:
+                refused = (
+                    "it was given up"  # what either has said to the other is not known any more
+                )
         if refused:
             log.warning("%s is told to end: %s", channel.peer, refused)
             with suppress(ChannelClosed):

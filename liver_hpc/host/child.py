@@ -19,6 +19,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -108,7 +110,7 @@ class Command:
 
 class Adopted:
     """A process that has become a child of this one without being started by it, for `Child`: what
-    `subprocess` has of others. For one thread."""
+    `subprocess` has of others. From any thread."""
 
     stdin = stdout = None
 
@@ -116,13 +118,18 @@ class Adopted:
         self.pid = pid
         self._code: int | None = None
         self._end = os.pidfd_open(pid)
+        weakref.finalize(self, os.close, self._end)  # no thread looks at it any more
+        self._looking = threading.Lock()
 
     def poll(self) -> int | None:
         """The exit code, -n for a death by signal n; None while it runs."""
-        if self._code is None and select.select([self._end], [], [], 0)[0]:
-            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-            os.close(self._end)
+        with self._looking:
+            if self._code is None and select.select([self._end], [], [], 0)[0]:
+                self._code = self._exit_code()
         return self._code
+
+    def _exit_code(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def wait(self, limit_s: float | None = None) -> int:
         """Raises TimeoutExpired."""
@@ -142,11 +149,8 @@ class Adopted:
 class Foreign(Adopted):
     """A process that is nobody's child here: how it ended is not known, and taken for a kill."""
 
-    def poll(self) -> int | None:
-        if self._code is None and select.select([self._end], [], [], 0)[0]:
-            self._code = -signal.SIGKILL
-            os.close(self._end)
-        return self._code
+    def _exit_code(self) -> int:
+        return -signal.SIGKILL
 
 
 def started_as(pid: int) -> str:

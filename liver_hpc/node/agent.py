@@ -64,7 +64,7 @@ from liver_hpc.node.workers import (
 )
 from liver_hpc.protocol import messages as m
 from liver_hpc.rendezvous.base import Answer
-from liver_hpc.rendezvous.channel import ITSELF
+from liver_hpc.rendezvous.channel import ITSELF, ChannelClosed
 from liver_hpc.rendezvous.conversation import Line
 from liver_hpc.rendezvous.local import Said, Way
 from liver_hpc.run.directory import RunDirectory
@@ -273,6 +273,7 @@ class Agent:
             launch.fail(error)
             if self._warm is not None and not self._warm.ready:
                 self._cold("it has not imported in time")
+                self._start_waiting()
             return
         if code is None:
             return
@@ -312,9 +313,13 @@ class Agent:
                 cpu_s = used.user + used.system
                 log.info("the warm process stands: %.1f CPU s, %d MB", cpu_s, resident // 2**20)
         if not was_ready:
-            for launch in self._launches.values():
-                if not launch.started:
-                    self._start(launch)
+            self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        """Those that waited for the warm process."""
+        for launch in self._launches.values():
+            if not (launch.started or launch.error):
+                self._start(launch)
 
     def _cold(self, why: str) -> None:
         """There is no warm process, or it is of no use."""
@@ -391,6 +396,9 @@ class Agent:
                 self._tell_loop("", line.receive())
         except LiverError as error:
             self._tell_loop("", error)
+        except Exception as error:  # else nobody would call a coordinator again
+            log.exception("the connection to the coordinator")
+            self._tell_loop("", ChannelClosed(f"{type(error).__name__}: {error}"))
 
     def _call(self) -> m.Calls:
         return m.Calls(agent=self._name, version=__version__, launches=tuple(self._launches))

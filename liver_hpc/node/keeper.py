@@ -17,7 +17,7 @@ from pathlib import Path
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import LiverError
 from liver_hpc.protocol.messages import KeeperHello
-from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ChannelRefused, connect
+from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.secret import read_secret
 
@@ -41,9 +41,7 @@ def find_coordinator(run: RunDirectory, limit_s: float = CONNECT_S) -> Channel |
             if (at := run.coordinator()) is not None:
                 left_s = max(deadline.remaining_s(), 0.1)
                 return connect((at.host, at.port), secret, left_s, "the coordinator")
-        except ChannelRefused:
-            raise
-        except ChannelClosed as error:
+        except ChannelClosed as error:  # also of a stranger at the port of one that is gone
             log.info("no coordinator yet: %s", error)
         if run.last_outcome() is not None:
             return None

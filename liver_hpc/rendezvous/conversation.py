@@ -20,7 +20,6 @@ from liver_hpc.rendezvous.channel import (
     ITSELF,
     Channel,
     ChannelClosed,
-    ChannelRefused,
     Part,
     connect,
 )
@@ -129,12 +128,9 @@ class Line:
         self._look_at_s = 0.0
 
     def open(self, address: tuple[str, int]) -> None:
-        """Calls the coordinator for the first time, or the one after it. Raises ChannelClosed,
-        ChannelRefused."""
+        """Calls the coordinator for the first time, or the one after it. Raises ChannelClosed."""
         try:
             self._connect(address, self._control_s)
-        except ChannelRefused:
-            raise
         except (ChannelClosed, DeadlineError) as error:
             self._call_again(error)
 
@@ -256,7 +252,15 @@ class Line:
         except (LiverError, OSError):  # a file system that does not answer now
             return None
 
+    def _has_ended(self) -> bool:
+        """Whether the run is known to have."""
+        try:
+            return self._run.last_outcome() is not None
+        except (LiverError, OSError):  # likewise
+            return False
+
     def _call_again(self, lost: LiverError) -> None:
+        """Who refuses has proved nothing: after a coordinator's death its port may be anybody's."""
         limit = Deadline.after(self._clock, self._coordinator_s, "a coordinator")
         why = lost
         while not self._closing.is_set():
@@ -266,11 +270,9 @@ class Line:
                     left_s = max(min(limit.remaining_s(), self._control_s), _AGAIN_S)
                     self._connect((found.host, found.port), left_s)
                     return
-                except ChannelRefused:
-                    raise
                 except (ChannelClosed, DeadlineError) as error:
                     why = error
-            if self._run.last_outcome() is not None:
+            if self._has_ended():
                 raise ChannelClosed(f"the run has ended: {lost}")
             if limit.expired():
                 raise ChannelClosed(f"{limit.error()} after {lost}; the last: {why}")

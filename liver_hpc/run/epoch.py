@@ -32,7 +32,8 @@ class Epoch:
 
     def check(self) -> None:
         """Raises Superseded where there is a later one."""
-        if _path(self.run_directory / EPOCHS, self.number + 1).exists():
+        # NFS believes for a while that a name is not there; what a directory has it asks for.
+        if newest_epoch(self.run_directory) > self.number:
             raise Superseded(self.number)
 
 

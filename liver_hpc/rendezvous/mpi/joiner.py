@@ -75,17 +75,19 @@ def _wait_for_turn(
         try:
             limit_s = max(deadline.remaining_s(), 0.001)
             queue = connect(address, secret, limit_s, deadline.waits_for)
-            process.await_peer(queue, deadline)
-            told = queue.receive(deadline.remaining_s())
+            with contextlib.ExitStack() as giving_up:
+                giving_up.callback(queue.close)  # else its turn would come, and hold up others
+                process.await_peer(queue, deadline)
+                told = queue.receive(deadline.remaining_s())
+                if not isinstance(told, YourTurn):
+                    raise ProtocolError(f"{deadline.waits_for}: wanted its turn, got {told.type}")
+                giving_up.pop_all()
+                return queue, told.port_name
         except ChannelRefused as error:
             raise MeetingError(str(error)) from error
         except ChannelClosed:
             deadline.check()
             pause.wait(_RETRY_INTERVAL_S)
-        else:
-            if not isinstance(told, YourTurn):
-                raise ProtocolError(f"{deadline.waits_for}: wanted its turn, got {told.type}")
-            return queue, told.port_name
 
 
 def _exchange(
