@@ -215,12 +215,13 @@ class Candidates:
                         yield replace(least, dp=dp), held
 
     def _shapes(self) -> Iterator[tuple[int, int, int]]:
-        """Every tp, pp and ep that the model's spec knows, for which there may be workers."""
+        """Every tp that divides a node, and pp and ep that the model's spec knows, for which there
+        may be workers."""
         most = self.config.workers.max
         node = workers_of_a_node(self.config) or most
         pps = [len(table) for table in self.model.stages.values() if len(table[0]) == 1]
         eps = sorted({1, *(self.model.homes if self._has_experts else ())})
-        for tp in range(1, min(most, node) + 1):
+        for tp in (tp for tp in range(1, min(most, node) + 1) if node % tp == 0):
             for pp in sorted(pps):
                 for ep in eps:
                     if tp * pp * ep <= most:

@@ -67,6 +67,11 @@ class Layout:
         return self.replicas // self.ep
 
     @property
+    def split(self) -> tuple[int, ...]:
+        """What says which parameters a worker has: all axes but dp and cp."""
+        return self.tp, self.pp, self.vpp, self.ep
+
+    @property
     def workers(self) -> int:
         return self.tp * self.pp * self.replicas
 

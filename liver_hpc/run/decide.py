@@ -26,6 +26,9 @@ PATIENT_EXITS = 4.0
 """A window of so many exit deadlines leaves time to wait for agents that are ending."""
 COMFORTABLE = 0.5
 """Share of a window that a handoff with joiners may take: they have to boot first."""
+MOST_PLACED, MOST_ALIKE = 8, 4
+"""So many of the best layouts are placed where none may be reached in time, and so many in which
+nothing but dp differs."""
 
 Place = Callable[[ModelSpec, RankMap, Layout, Sequence[int], Mapping[int, int]], RankMap]
 
@@ -260,7 +263,8 @@ class Decider:
         )
 
     def _way_out(self, base: ReconfigurationRequest, window_s: float) -> Begin | None:
-        """The best layout that can be reached in the window, or else the one reached soonest."""
+        """The best layout that can be reached in the window, or else the one reached soonest; of
+        the best few, and of those in which workers keep their shares of the parameters."""
         source, policy = self.source, self.estimates.policy
 
         def way(layout: Layout) -> Begin:
@@ -279,8 +283,11 @@ class Decider:
             share = COMFORTABLE if self._to_boot(with_joiners.request) else 1.0
             if with_joiners.estimate_s <= share * window_s:
                 return with_joiners
+        choices = policy.choices(survivors)
+        alike = [each for each in choices if each.split == source.layout.split]
         smaller = []
-        for layout in policy.choices(survivors):  # each takes time to place
+        # Each takes time to place, and to count its bytes, of which the window may have none.
+        for layout in dict.fromkeys([*choices[:MOST_PLACED], *alike[:MOST_ALIKE]]):
             smaller.append(way(layout))
             if smaller[-1].estimate_s <= window_s:
                 return smaller[-1]

@@ -79,28 +79,37 @@ def _counted(model: ModelSpec, source: RankMap, target: RankMap) -> Traffic:
     parameters, everything = Counter[int](), Counter[int]()
     for to in target.layout.coordinates():
         for index in model.held_tensors(target.layout, to):
-            for kind in model.kinds:
-                for move in plan.incoming(kind, index, to):
+            # What goes where of one kind of optimizer state goes there of all.
+            for kinds in ((PARAMETER,), model.optimizer_kinds):
+                element_bytes = sum(model.element_bytes(kind, index) for kind in kinds)
+                for move in plan.incoming(kinds[0], index, to):
                     if move.sender == move.receiver:
                         continue
-                    size_bytes = move.box.elements * model.element_bytes(kind, index)
+                    size_bytes = move.box.elements * element_bytes
                     for worker in (move.sender, move.receiver):
                         everything[worker] += size_bytes
-                        parameters[worker] += size_bytes if kind == PARAMETER else 0
+                        parameters[worker] += size_bytes if kinds[0] == PARAMETER else 0
     return Traffic(max(parameters.values(), default=0), max(everything.values(), default=0))
 
 
 def _bounded(model: ModelSpec, source: RankMap, target: RankMap) -> Traffic:
-    """As if whoever changes seats held nothing of the new one; senders share evenly, which is
-    what the plan's rule comes to."""
-    stages = [_stage_bytes(model, target.layout, stage) for stage in range(target.layout.pp)]
+    """As if whoever changes seats held nothing of the new one, but for parameters where the share
+    stays; senders share evenly, which is what the plan's rule comes to."""
+    layout = target.layout
+    stages = [_stage_bytes(model, layout, stage) for stage in range(layout.pp)]
     seats = dict(zip(source.workers, source.layout.coordinates(), strict=True))
-    same = source.layout == target.layout
-    arrivals = [
-        stages[to.pp]
-        for worker, to in zip(target.workers, target.layout.coordinates(), strict=True)
-        if not (same and seats.get(worker) == to)
-    ]
+    alike = source.layout.split == layout.split
+    arrivals = []
+    for worker, to in zip(target.workers, layout.coordinates(), strict=True):
+        at = seats.get(worker)
+        if source.layout == layout and at == to:
+            continue
+        parameters, state = stages[to.pp]
+        keeps = at is not None and (at.tp, at.pp, at.replica % layout.ep) == (
+            *(to.tp, to.pp),
+            to.replica % layout.ep,
+        )
+        arrivals.append((0 if alike and keeps else parameters, state))
     senders = len(source.workers)
 
     def busiest(each: list[int]) -> int:

@@ -263,6 +263,8 @@ def test_whole_nodes_and_what_notices_name_stay_in_the_table() -> None:
     assert {8, 16, 24, 32, 40, 48, 52, 56, 63, 64} <= {*table}
     assert 62 not in table  # no faster than fewer, whose ranks have as many micro-batches
     assert Layout(1, 4, 13) in [entry.layout() for entry in table[52]]
+    shapes = Candidates(config, TIED, check_layout)._shapes()
+    assert {tp for tp, _, _ in shapes} == {1, 2, 4, 8}, "a group lies on one node"
 
 
 # ---- which one is run

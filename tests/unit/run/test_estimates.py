@@ -120,6 +120,10 @@ def test_a_large_world_is_estimated_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     source, target = rank_map(Layout(4, 4, 64)), rank_map(Layout(4, 4, 63))
     bound = traffic_of(TIED, source, target)
     assert 0 < bound.all_bytes < state_bytes(TIED)
+    more, fewer = rank_map(Layout(4, 1, 256)), rank_map(Layout(4, 1, 255))
+    assert traffic_of(TIED, more, fewer).parameter_bytes == 0, "each keeps its share"
+    joined = traffic_of(TIED, fewer, more)
+    assert 0 < joined.parameter_bytes < joined.all_bytes
 
 
 def test_nothing_moves_where_nobody_changes_seats() -> None:
