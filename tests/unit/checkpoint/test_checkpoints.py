@@ -205,8 +205,9 @@ def test_what_a_killed_run_was_writing_is_cleared_away(disk: Disk) -> None:
     assert disk.steps() == ["iter_0000004"]
 
 
+@pytest.mark.parametrize("takes_over", [False, True])
 def test_one_that_was_to_be_replaced_is_there_again_where_nothing_came_in_its_place(
-    disk: Disk, monkeypatch: pytest.MonkeyPatch
+    disk: Disk, monkeypatch: pytest.MonkeyPatch, takes_over: bool
 ) -> None:
     disk.save(TWO, 4)
     rename, names = os.rename, list[object]()
@@ -222,9 +223,13 @@ def test_one_that_was_to_be_replaced_is_there_again_where_nothing_came_in_its_pl
         with pytest.raises(KeyboardInterrupt):
             disk.save(TWO, 4)
     assert not any(name.startswith("iter_") for name in disk.steps())
-    later = Disk(TIED, disk.run_directory).checkpoints.open()
-    assert later is not None
-    assert (later.step, disk.steps()) == (4, ["iter_0000004"])
+    later = Disk(TIED, disk.run_directory).checkpoints
+    if takes_over:  # and the world that wrote it is gone
+        later.take_over(lambda generation: False)
+        assert disk.steps() == ["iter_0000004"]
+    resumed = later.open()
+    assert resumed is not None
+    assert (resumed.step, disk.steps()) == (4, ["iter_0000004"])
 
 
 @pytest.mark.parametrize("dies_in", [None, "write_index", "rename", "flush_to_disk", "track"])
@@ -356,6 +361,25 @@ def test_of_a_damaged_one_the_run_goes_on_from_the_one_before(
     damage(disk.directory / "iter_0000008")
     assert Disk(TIED, disk.run_directory).checkpoints.open() is not None
     assert disk.steps() == ["damaged-iter_0000008", "damaged-iter_0000008-2", "iter_0000004"]
+
+
+def test_a_full_disk_keeps_nobody_from_the_one_before_a_damaged_one(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (4, 8):
+        disk.save(TWO, step)
+    newest = newest_checkpoint(disk.directory)
+    assert newest is not None
+    (newest.path / newest.index.parts[0].file).unlink()
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "track", full)
+    resumed = Disk(TIED, disk.run_directory).checkpoints.open()
+    assert resumed is not None
+    assert resumed.step == 4
+    assert "damaged-iter_0000008" in disk.steps()
 
 
 def test_damaged_ones_do_not_count_among_those_that_are_kept(disk: Disk) -> None:

@@ -10,7 +10,7 @@ import pytest
 from liver_hpc.checkpoint.index import INDEX_FILE, Checkpoint
 from liver_hpc.cli.check import _check_checkpoints
 from liver_hpc.clock import FakeClock
-from liver_hpc.config.megatron_checkpoint import tracked_step
+from liver_hpc.config.megatron_checkpoint import TRACKER_FILE, tracked_step
 from liver_hpc.config.schema import CheckpointSection
 from liver_hpc.coordinator.checkpoints import Checkpoints, Loaded, newest_checkpoint, to_load
 from liver_hpc.errors import CheckpointError
@@ -98,6 +98,17 @@ def test_a_runs_own_goes_first(tmp_path: Path, own: Checkpoint) -> None:
 def test_in_one_directory_the_newest_goes_first(own: Checkpoint, step: int, loaded: bool) -> None:
     path = checkpoint(own.path.parent, step, *FILES)
     assert of(own.path.parent, own.path.parent, own) == (Loaded(path, step) if loaded else None)
+
+
+@pytest.mark.parametrize("tracked", ["", "16"])
+def test_in_one_directory_a_torn_or_stale_tracker_keeps_nobody_from_his_own(
+    own: Checkpoint, tracked: str
+) -> None:
+    """As it is where the newest checkpoint is damaged, or was set aside by who was killed then."""
+    (own.path.parent / TRACKER_FILE).write_text(tracked)
+    assert of(own.path.parent, own.path.parent, own) is None
+    with pytest.raises(CheckpointError):
+        of(own.path.parent, own.path.parent)
 
 
 def test_in_one_directory_its_own_is_none_of_another_job(own: Checkpoint) -> None:

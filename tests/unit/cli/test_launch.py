@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -274,3 +275,30 @@ def test_a_signal_to_a_local_job_stops_its_run(
     assert heard is not None
     assert heard.reason == str(wanted)
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
+
+
+def test_an_outcome_is_known_while_its_metrics_are_written(
+    asked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a job whose time is up then does not call the run failed, whatever it had to say."""
+    run, ended = a_run(requeue=False), Outcome("stopped", "asked to; " + "x" * 100_000, 7)
+
+    def ends(directory: Path, control: Control) -> Outcome:
+        ended.write(directory)
+        control.outcome = ended
+        time.sleep(LIMIT_S)
+        raise AssertionError("it was not ended")
+
+    module = types.ModuleType("liver_hpc.coordinator.main")
+    vars(module)["run_coordinator"] = ends
+    monkeypatch.setitem(sys.modules, "liver_hpc.coordinator.main", module)
+    hosted = HostedCoordinator(run.path)
+    hosted.start()
+    deadline = Deadline.after(SystemClock(), LIMIT_S, "the outcome")
+    poll_until(lambda: hosted.wait(0.1) or hosted.outcome is not None, deadline)
+    hosted.give_up()
+    assert run.outcome() == ended
+    assert hosted.outcome is not None
+    assert (hosted.outcome.state, hosted.outcome.step) == ("stopped", 7)
+    os.kill(hosted._pid, signal.SIGKILL)
+    hosted.wait(LIMIT_S)

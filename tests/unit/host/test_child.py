@@ -17,7 +17,7 @@ import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.host.child import Child, Command, end_all, new_mark
+from liver_hpc.host.child import Child, Command, Foreign, end_all, new_mark
 from liver_hpc.host.marks import marked_processes
 
 pytestmark = pytest.mark.timeout(60)
@@ -298,3 +298,25 @@ def test_a_child_can_be_waited_for_in_one_thread_and_ended_in_another(shell: She
     child.end(SOON_S)
     waiter.join(SOON_S)
     assert codes == [128 + signal.SIGTERM]
+
+
+def test_two_threads_may_wait_for_a_process_that_was_adopted() -> None:
+    """Its descriptor is closed once: the number may be another thread's by then."""
+    errors: list[BaseException] = []
+
+    def wait(process: Foreign) -> None:
+        try:
+            assert process.wait(SOON_S) == -signal.SIGKILL
+        except (AssertionError, OSError, subprocess.SubprocessError) as error:
+            errors.append(error)
+
+    for _ in range(30):
+        with subprocess.Popen(["sleep", "60"]) as child:
+            process = Foreign(child.pid)
+            threads = [threading.Thread(target=wait, args=(process,)) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            child.kill()
+            for thread in threads:
+                thread.join()
+    assert errors == []

@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from liver_hpc.clock import SystemClock
-from liver_hpc.errors import DeadlineError, ProtocolError
+from liver_hpc.errors import ConfigError, DeadlineError, ProtocolError
 from liver_hpc.protocol.messages import Calls, Exit, Finished, Hears, encode
 from liver_hpc.rendezvous.channel import ITSELF, Channel, ChannelClosed, Part
 from liver_hpc.rendezvous.conversation import Conversation, Line
@@ -216,6 +217,34 @@ def test_a_connection_that_breaks_is_made_again(run: RunDirectory, called: Calle
     called.say(1)
     assert coordinator.hears() == (3, said(1), 1)
     coordinator.server.close()
+
+
+def test_a_stranger_at_the_port_of_one_that_is_gone_ends_nothing(
+    run: RunDirectory, called: Called, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a file system that does not answer for a moment."""
+    first = Coordinator(run, 1)
+    called.open(first)
+    first.calls.get(timeout=LIMIT_S)
+    strange = ControlServer("127.0.0.1", b"another secret of 32 bytes or so", lambda channel: None)
+    answers = iter([OSError(116, "Stale file handle"), ConfigError("may not be read")])
+
+    def last_outcome(_: RunDirectory) -> Any:
+        for error in answers:
+            raise error
+
+    monkeypatch.setattr(RunDirectory, "last_outcome", last_outcome)
+    host, port = strange.address
+    write_private_json(
+        run.path / COORDINATOR_FILE, {"host": host, "port": port, "pid": 1, "epoch": 1}
+    )
+    first.server.close()
+    assert not called.ended.wait(1.0)
+    second = Coordinator(run, 2)
+    assert second.calls.get(timeout=LIMIT_S).epoch == 1
+    assert next(answers, None) is None
+    for each in (strange, second.server):
+        each.close()
 
 
 def test_an_older_coordinator_is_not_believed(run: RunDirectory, called: Called) -> None:

@@ -204,6 +204,7 @@ def test_of_an_attempt_that_ended_the_run_lost_time_is_not_known() -> None:
     del run.steps[6:]
     assert math.isnan(only(run).lost_s)
     assert math.isnan(only(run).lost_steps)
+    assert only(run).cost_s == only(run).slowdown_s > 0, "that much is known"
 
 
 def test_each_disturbed_step_is_of_one_attempt() -> None:

@@ -119,6 +119,30 @@ def test_a_world_is_placed_where_its_workers_are() -> None:
     assert (fold.workers_of(0), fold.workers_of(1)) == (3, 0)
 
 
+def prepared(generation: int, source: int, *workers: int) -> dict[str, Any]:
+    rank_map = {"tp": 1, "pp": 1, "dp": len(workers), "workers": [*workers]}
+    message = {"type": "prepare", "generation": generation, "source_generation": source}
+    return {"type": "send", "workers": [*workers], "message": {**message, "target": rank_map}}
+
+
+def test_what_a_step_decides_counts_and_a_world_that_is_built_anew_is_where_its_source_was() -> (
+    None
+):
+    resumed = {"type": "resume", "generation": 1, "rebuild_generation": 2}
+    fold = fold_of(
+        STARTED,
+        granted("", "machine", None),
+        (ALLOWED, [launched("a", "", 2)]),
+        ({"type": "agent_met"}, [admitted("a", 0, 1), begun(0, 0, 1)]),
+        ({"type": "step_done"}, [launched("b", "", 1)]),
+        ({"type": "agent_met"}, [admitted("b", 2)]),
+        ({"type": "step_done"}, [prepared(1, 0, 0, 1, 2)]),
+        ({"type": "aborted"}, [{"type": "send", "workers": [0, 1], "message": resumed}]),
+    )
+    assert [fold.workers_of(generation) for generation in range(4)] == [2, 3, 2, 0]
+    assert len(fold.records) == 3, "a slot for each worker"
+
+
 @pytest.mark.parametrize("text", ["", "a: [", "name: x", "cluster: {slurm: {components: 3}}"])
 def test_what_is_no_run_file_names_no_partition(text: str) -> None:
     assert partitions_of(text) == {}

@@ -14,6 +14,7 @@ from liver_hpc.clock import FakeClock
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.checkpoints import Checkpoints
 from liver_hpc.errors import ConfigError
+from liver_hpc.run import directory as module
 from liver_hpc.run.directory import (
     RunDirectory,
     check_free,
@@ -66,9 +67,17 @@ def test_elsewhere_they_lie_in_the_directory_itself(tmp_path: Path, shared: Path
     assert stat.S_IMODE(shared.stat().st_mode) == 0o1777
 
 
-def test_a_run_finds_its_directory_again(elsewhere: RunConfig) -> None:
+def test_a_run_finds_its_directory_again(
+    elsewhere: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a disk that is full by now, too."""
     run = create_run_directory(elsewhere)
     place = claim_checkpoints(run, elsewhere, none_is_over).resolve()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "write_whole", full)
     assert claim_checkpoints(RunDirectory(run.path), elsewhere, none_is_over).resolve() == place
 
 

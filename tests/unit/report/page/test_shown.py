@@ -13,6 +13,9 @@ cluster:
     burst: {partition: p, options: {export: "ALL,KEY=hunter2", qos: low}}
     components:
     - {name: main, options: {export: KEY=hunter2}}
+    step_options: {export: "NONE,KEY=hunter2", mpi: pmix}
+    container: {runtime: apptainer, options: ["--env=KEY=hunter2", --nv]}
+  health_check: curl -H 'token hunter2' https://site
 """
 
 
@@ -22,6 +25,8 @@ def test_a_page_does_not_show_what_a_site_logs_in_with() -> None:
     slurm = yaml.safe_load(shown)["cluster"]["slurm"]
     assert slurm["setup"] == [f"(2 lines, {HIDDEN})"]
     assert slurm["burst"]["options"] == {"export": HIDDEN, "qos": "low"}
+    assert slurm["step_options"] == {"export": HIDDEN, "mpi": "pmix"}
+    assert slurm["container"] == {"runtime": "apptainer", "options": [f"(2, {HIDDEN})"]}
 
 
 @pytest.mark.parametrize(
