@@ -6,7 +6,7 @@ number m of micro-batches and takes the mean over dp ranks; with a weight of dp 
 micro-batches of the batch counts 1 / M.
 
 The ranks that share experts talk within each micro-batch, so they all compute equally many: who
-has less computes some more whose weight is zero.
+has less computes some more whose weight is zero. So do all ranks of a recipe whose loss may talk.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ class Share(NamedTuple):
         return len(self.numbers) + self.padding
 
 
-def share_of(count: int, layout: Layout, dp_rank: int) -> Share:
-    """The i-th micro-batch of a rank is number i * dp + rank of the `count` of the whole batch."""
+def share_of(count: int, layout: Layout, dp_rank: int, together: bool = False) -> Share:
+    """The i-th micro-batch of a rank is number i * dp + rank of the `count` of the whole batch.
+    together: whether all ranks compute equally many."""
     dp = layout.dp
-    group = _dp_ranks_in_step(layout)
+    group = dp if together else _dp_ranks_in_step(layout)
     first = dp_rank // group * group
     numbers = range(dp_rank, count, dp)
     computed = len(range(first, count, dp))

@@ -88,6 +88,9 @@ class Recipe(ABC):
 
     Options: ClassVar[type[BaseModel]] = NoOptions
     """pydantic model of the run file's `model` section."""
+    loss_communicates: ClassVar[bool] = False
+    """Whether its loss function may be collective over data-parallel ranks, all of which compute
+    equally many micro-batches then."""
 
     def __init__(self, options: Any, config: RunConfig) -> None:
         self.options = options

@@ -161,6 +161,7 @@ class World:
             recipe.config.train.read_ahead if reads else 0,
         )
         self._next: tuple[int, list[MicroBatch]] = (-1, [])  # a step, and what it computes
+        self._uncounted = 0  # steps that Adam has not counted, where nothing is trained here
         gathers = recipe.config.train.overlap_param_gather
         self.forward_times = new_timer(device.torch_device, skips_first=gathers)
         self._allocating = nullcontext if kept is None else partial(untouched, kept)
@@ -460,7 +461,8 @@ class World:
         """This rank's part of a global batch (layout/batch.py), whose first sample has that number
         in the run."""
         layout, size = self.rank_map.layout, self.recipe.config.train.micro_batch
-        share = share_of(len(batch) // size, layout, layout.dp_rank(self.at))
+        together = self.recipe.loss_communicates
+        share = share_of(len(batch) // size, layout, layout.dp_rank(self.at), together)
         found = []
         for place in range(share.computed):
             padding = place >= len(share.numbers)
@@ -567,13 +569,14 @@ class World:
         return ScalarState(
             step=step,
             consumed_samples=samples_before(self.recipe.config.train, step),
-            optimizer_step=counts.pop() if counts else step,
+            optimizer_step=counts.pop() if counts else step - self._uncounted,
             loss_scale=float(self.optimizer.get_loss_scale().item()),
             seed=self.recipe.config.train.seed,
         )
 
     def load_scalar_state(self, scalars: ScalarState) -> None:
         """Takes over the state that is in no tensor."""
+        self._uncounted = scalars.step - scalars.optimizer_step
         for held in optimizer.step_counters(self.optimizers):
             if isinstance(held["step"], torch.Tensor):
                 held["step"].fill_(float(scalars.optimizer_step))

@@ -294,6 +294,9 @@ def test_a_stage_on_which_nothing_is_trained_is_built_and_counts_steps(device: A
     world = build_world(Toy(lambda _: {"base": frozen()}), device)
     assert world.update(0) == (0.0, pytest.approx(0.001))
     assert world.scalar_state(7).optimizer_step == 7
+    others = world.scalar_state(7).model_copy(update={"optimizer_step": 5})  # as of a script's job
+    world.load_scalar_state(others)
+    assert world.scalar_state(9).optimizer_step == 7, "as those count who train something"
     world.close()
 
 

@@ -65,6 +65,7 @@ def _train_beside_rehearsals(process: WorkerProcess, checkout: str, directory: s
         return world
 
     world = connected(0)
+    assert world.chunks[0].ddp_config.check_for_nan_in_grad, "as Megatron has it unless told"
     wanted = train(world, range(STEPS))
     world.close()
     world = connected(1)

@@ -43,6 +43,7 @@ class Pretrain(Recipe):
 
     Options = ScriptOptions
     options: ScriptOptions
+    loss_communicates = True  # earlier scripts take the mean to report over data-parallel ranks
 
     def __init__(self, options: ScriptOptions, config: RunConfig) -> None:
         super().__init__(options, config)

@@ -31,13 +31,16 @@ def cases(draw: st.DrawFn) -> tuple[TrainSection, Layout]:
     return train, Layout(draw(st.integers(1, 2)), draw(st.integers(1, 3)), dp, cp, ep)
 
 
-@given(cases())
+@given(cases(), st.booleans())
 def test_every_micro_batch_is_computed_once_and_they_count_alike(
-    case: tuple[TrainSection, Layout],
+    case: tuple[TrainSection, Layout], together: bool
 ) -> None:
     train, layout = case
     assert batch_fault(train, layout) == ""
-    shares = [share_of(micro_batches(train), layout, rank) for rank in range(layout.dp)]
+    count = micro_batches(train)
+    shares = [share_of(count, layout, rank, together) for rank in range(layout.dp)]
+    if together:
+        assert len({share.computed for share in shares}) == 1
     computed = sorted(itertools.chain(*(share.numbers for share in shares)))
     assert computed == list(range(micro_batches(train)))
     assert most_micro_batches(micro_batches(train), layout) == max(
