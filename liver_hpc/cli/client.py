@@ -116,7 +116,7 @@ def await_coordinator(run: RunDirectory) -> None:
         if not queued and run.coordinator() is not None:  # in the queue an earlier one's may lie
             return
         local = job is None and config.cluster.kind == "local" and process is not None
-        if local and not process_lives(int(process or 0)) and run.outcome() is None:
+        if local and run.local_job() is None and run.outcome() is None:
             raise LiverError(f"the coordinator of {run} ended at once; {run.where_logs_are()}")
         if queued:
             deadline = None
@@ -206,12 +206,12 @@ def coordinator_lives(run: RunDirectory) -> bool:
     """Or another one may come, as far as can be known: its process where that is one of this
     machine, else what starts it."""
     address, job, process = run.coordinator(), job_of(run), run.job_id()
-    if address is not None and address.is_here and process_lives(address.pid):
+    if run.coordinators_process() is not None:
         return True
     if job is not None:
         return not job.is_over(or_queued=True)
     if process is not None:
-        return process_lives(int(process))
+        return run.local_job() is not None
     return address is None or not address.is_here
 
 

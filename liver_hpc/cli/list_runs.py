@@ -17,7 +17,7 @@ from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.replies import JobInfo
 from liver_hpc.errors import LiverError
 from liver_hpc.report.wording import NOTHING, duration_text, layout_text
-from liver_hpc.run.directory import RunDirectory, process_lives, runs_in
+from liver_hpc.run.directory import RunDirectory, runs_in
 from liver_hpc.run.entries import JOURNAL_FILE, last_step
 from liver_hpc.run.outcome import Outcome, WorldNote
 
@@ -137,7 +137,7 @@ class _Files:
         except LiverError as error:
             return DAMAGED, str(error)
         lives = TRAINING if self.world is not None else STARTING
-        if address is not None and address.is_here and process_lives(address.pid):
+        if self.run.coordinators_process() is not None:
             return lives, ""
         if self.job:
             if jobs is None:
@@ -146,11 +146,11 @@ class _Files:
             if info is None or info.over:
                 return LOST, f"its job {self.job} is over and left no outcome"
             return (WAITING if info.queued else lives), str(info)
-        process = self.run.job_id()
-        if process is not None and process_lives(int(process)):
+        if self.run.local_job() is not None:
             return lives, ""
         if address is None:
-            return (STARTING, "") if process is None else (LOST, "it left no outcome")
+            begun = self.run.job_id() is not None
+            return (LOST, "it left no outcome") if begun else (STARTING, "")
         if not address.is_here:
             return UNKNOWN, f"its coordinator is process {address.pid} on {address.hostname}"
         return LOST, f"its coordinator (process {address.pid}) is gone and left no outcome"

@@ -120,8 +120,10 @@ class LocalAgent(LaunchedAgent):
         self._run_thread("keep", self._keep)
 
     def adopt(self, host: str, pid: int) -> bool:
-        if host != socket.gethostname() or not _runs(pid, ("--agent", self.agent)):
-            return False
+        words = [*self._command.words]
+        at = words.index("--agent")
+        if host != socket.gethostname() or not _runs(pid, words[at - 2 : at + 2]):
+            return False  # the number is another process's by now, maybe another run's agent
         try:
             command = replace(self._command, mark=started_as(pid))
             self._child = Child(command, Foreign(pid))

@@ -26,7 +26,7 @@ from liver_hpc.coordinator.connections import Control
 from liver_hpc.host.child import end_with_parent
 from liver_hpc.host.process import quiet_thread
 from liver_hpc.run.directory import RunDirectory
-from liver_hpc.run.epoch import Superseded
+from liver_hpc.run.epoch import Superseded, newest_epoch
 from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome
 
 log = logging.getLogger(__name__)
@@ -62,6 +62,7 @@ class HostedCoordinator:
         self._said: list[dict[str, Any]] = []
         self._line: socket.socket | None = None  # to the child that there is
         self._pid = 0
+        self._epoch = 0  # the number that the child takes
         self._steps_done = 0
         self._killed_in_vain = 0
         self._superseded = self._ended = False
@@ -72,7 +73,9 @@ class HostedCoordinator:
         self._fork()
 
     def stop(self, why: str, checkpoint: bool = False) -> None:
-        """The run is to stop at its next step boundary. checkpoint: with one in any case."""
+        """The run is to stop at its next step boundary. checkpoint: with one in any case. Where
+        another coordinator has it, this process alone ends: that one may be gone without a word."""
+        self._ended |= self._superseded
         self._say({"stop": [why, checkpoint]})
 
     def end_near(self, reason: str, deadline_s: float) -> None:
@@ -139,6 +142,9 @@ class HostedCoordinator:
         _, status = os.waitpid(self._pid, 0)
         if self._superseded:
             return
+        if newest_epoch(self._run.path) > self._epoch:
+            self._superseded = True  # and does not know it yet
+            return
         if self.outcome is None and os.WIFSIGNALED(status):
             self._killed_in_vain += 1
             how = f"the coordinator was killed by signal {os.WTERMSIG(status)}"
@@ -156,6 +162,7 @@ class HostedCoordinator:
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
+        self._epoch = newest_epoch(self._run.path) + 1
         self._pid = os.fork()
         if self._pid == 0:
             _coordinate(self._run.path, theirs, ours, parent)

@@ -30,6 +30,8 @@ from liver_hpc.run.outcome import (
 )
 from liver_hpc.run.secret import create_secret
 
+_CLOCKS_S = 60.0
+"""How far the clock of a file system may be behind."""
 LATEST = "latest"
 OWNER_FILE = ".liver-run"
 """In a directory of checkpoints: the run whose they are, where that is not above it."""
@@ -105,6 +107,18 @@ class RunDirectory:
     def last_outcome(self) -> Outcome | None:
         """How the run's last coordinator ended."""
         return _read(self.path / OUTCOME_FILE, Outcome)
+
+    def coordinators_process(self) -> int | None:
+        """The coordinator's process, where it is one of this machine and lives."""
+        address = self.coordinator()
+        if address is None or not address.is_here:
+            return None
+        return address.pid if process_lives(address.pid, self.path / COORDINATOR_FILE) else None
+
+    def local_job(self) -> int | None:
+        """The process that a job of the local cluster is, where it lives."""
+        pid = int(self.job_id() or 0)
+        return pid if pid and process_lives(pid, self.job_id_path) else None
 
     def world(self) -> WorldNote | None:
         """The world that trains, or trained last; None before the first."""
@@ -308,12 +322,23 @@ def runs_in(runs_directory: Path) -> tuple[list[RunDirectory], int]:
     return found, foreign
 
 
-def process_lives(pid: int) -> bool:
-    """Whether a process of this machine runs; one that only waits to be reaped does not."""
+def process_lives(pid: int, noted: Path | None = None) -> bool:
+    """Whether a process of this machine runs; one that only waits to be reaped does not.
+
+    noted: the file that names it. One that has begun long after that was written has the number by
+    chance: the machine, or a container, has been started again since.
+    """
     try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        began_s = process.create_time()
     except psutil.NoSuchProcess:
         return False
+    try:
+        return noted is None or began_s < noted.stat().st_mtime + _CLOCKS_S
+    except OSError:
+        return True
 
 
 @cache

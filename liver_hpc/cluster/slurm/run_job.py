@@ -13,7 +13,7 @@ from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommand
 from liver_hpc.cluster.slurm.replies import JobInfo
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.host.files import write_whole
-from liver_hpc.run.directory import RunDirectory, process_lives
+from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.outcome import Outcome
 
 JOB_FILE = "job.json"
@@ -130,19 +130,17 @@ def gone(run: RunDirectory, job: RunJob | None) -> LiverError:
 def check_over(run: RunDirectory) -> None:
     """Raises ConfigError for a run that is not over, or may not be: its job waits or runs, or a
     process of it lives. SlurmError where the controller does not answer."""
-    job, process, address = job_of(run), run.job_id(), run.coordinator()
+    job, address = job_of(run), run.coordinator()
     if job is not None:
         info = job.find()
         if info is not None:
             raise ConfigError(f"run {run} is not over: job {job.job_id} is {info.state}")
         return
-    pids = [int(process)] if process else []
-    pids += [address.pid] if address is not None else []
     if address is not None and not address.is_here:
         raise ConfigError(
             f"run {run} may not be over: its coordinator was process {address.pid} on "
             f"{address.hostname}, which is where it can be resumed"
         )
-    living = [pid for pid in pids if process_lives(pid)]
+    living = run.local_job() or run.coordinators_process()
     if living:
-        raise ConfigError(f"run {run} is not over: process {living[0]} lives")
+        raise ConfigError(f"run {run} is not over: process {living} lives")

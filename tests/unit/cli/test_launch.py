@@ -19,7 +19,7 @@ from liver_hpc.coordinator.connections import Control, Inbox
 from liver_hpc.coordinator.hosting import MOST_KILLED_IN_VAIN, HostedCoordinator
 from liver_hpc.errors import LiverError
 from liver_hpc.run.directory import RunDirectory, create_run_directory
-from liver_hpc.run.epoch import Superseded
+from liver_hpc.run.epoch import Superseded, claim_epoch
 from liver_hpc.run.events import StopSignalled
 from liver_hpc.run.outcome import Outcome
 from tests.unit.cli.test_run_here import PLAYED
@@ -128,6 +128,40 @@ def test_one_that_was_superseded_waits_for_the_end_of_the_run(
 
     coordinator(ends)
     assert CoordinatorJob()(str(a_run(requeue=True).path)) == 0
+
+
+def test_one_that_was_superseded_ends_when_it_is_told_to(
+    coordinator: Coordinator, asked: Path
+) -> None:
+    """The other one may have been killed: nobody would say how the run has ended."""
+
+    def ends(directory: Path) -> Outcome:
+        raise Superseded(1)
+
+    coordinator(ends)
+    hosted = HostedCoordinator(a_run(requeue=False).path)
+    hosted.start()
+    assert not hosted.wait(1.0)
+    hosted.stop("SIGTERM")
+    assert hosted.wait(1.0)
+    assert hosted.outcome is None
+
+
+def test_one_that_is_killed_after_another_has_taken_over_is_not_followed(
+    coordinator: Coordinator, asked: Path
+) -> None:
+    def ends(directory: Path) -> Outcome:
+        (directory / f"life-{os.getpid()}").touch()
+        claim_epoch(directory)
+        claim_epoch(directory)  # the other one's
+        Outcome("finished", "by the other one", 3).write(directory)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("killed")
+
+    coordinator(ends)
+    run = a_run(requeue=True)
+    assert CoordinatorJob()(str(run.path)) == 0
+    assert len([*run.path.glob("life-*")]) == 1
 
 
 def test_a_job_whose_run_has_failed_fails(coordinator: Coordinator, asked: Path) -> None:
