@@ -63,9 +63,10 @@ class HoldingsFold:
     def take(self, entry: Entry) -> None:
         """Raises KeyError where an event lacks a field."""
         event, at_s = entry.event, entry.at_s
+        if event["type"] == STEP_DONE and not entry.actions:  # of which there may be a million
+            self._last_s = at_s
+            return
         match event["type"]:
-            case str(kind) if kind == STEP_DONE:  # of which there may be a million
-                pass
             case str(kind) if kind == COORDINATOR_STARTED:
                 self._started(event["attributes"])
             case "launch_allowed":

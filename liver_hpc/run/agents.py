@@ -60,8 +60,9 @@ class Agent:
 class Agents:
     """The book of agents and workers.
 
-    Agents are a0, a1, ... and workers 0, 1, ... in the order in which they came; no name or
-    number is ever used twice. What has to be done about them goes to `out`, in order.
+    Agents are a0, a1, ... in the order in which they came, in all starts of the run, and workers 0,
+    1, ... in this one; no name or number is ever used twice. What has to be done about them goes to
+    `out`, in order.
 
     finished: workers that have done their last step; they may end when they like. exit_s: how long
     an agent may take to end. kept: joiners whose handoff was called off and that the next one may
@@ -99,6 +100,15 @@ class Agents:
         self._numbers_of_nodes: dict[str, int] = {}
 
     # ---- coming
+
+    @property
+    def started(self) -> int:
+        """How many agents were, in all starts of the run."""
+        return self._next_agent
+
+    def recall(self, started: int) -> None:
+        """Of the starts before this one."""
+        self._next_agent = started
 
     def launch(self, generation: int, layout: Layout, seats: Sequence[Seat]) -> None:
         """An agent for every seat."""

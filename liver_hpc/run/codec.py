@@ -90,7 +90,7 @@ def decode_attempt(values: Mapping[str, Any]) -> AttemptBegins:
 
 def memory_of(entries: Iterable[Entry]) -> Memory:
     """What the starts that a journal tells of leave for the next one; of any release's journal."""
-    last_generation, ceiling, drained, evaluated = -1, None, (), 0
+    last_generation, ceiling, drained, evaluated, agents = -1, None, (), 0, 0
     for entry in entries:
         last_generation = max(last_generation, entry.event.get("generation", -1))
         if entry.event.get("type") == "evaluated":
@@ -98,6 +98,10 @@ def memory_of(entries: Iterable[Entry]) -> Memory:
         for action in entry.actions:
             if action["type"] == "remember":
                 ceiling, drained = action["ceiling"], tuple(action["drained"])
+            elif action["type"] == "launch":
+                agents += len(action["agents"])
+            elif action["type"] == "start_agent":
+                agents += 1
             elif action["type"] == "record" and action["table"] == "reconfigurations":
                 last_generation = max(last_generation, action["row"]["generation"])
-    return Memory(last_generation, ceiling, drained, evaluated)
+    return Memory(last_generation, ceiling, drained, evaluated, agents)

@@ -95,13 +95,15 @@ class Memory:
 
     last_generation: the highest number of a world or an attempt; -1 before the first. ceiling: the
     most workers that the run grows to by itself; None where nobody has said. drained: nodes that
-    operators keep it off. evaluated: the most steps after which there was an evaluation.
+    operators keep it off. evaluated: the most steps after which there was an evaluation. agents:
+    how many were started; a later one has a name of its own, as one of those may live still.
     """
 
     last_generation: int = -1
     ceiling: int | None = None
     drained: tuple[str, ...] = ()
     evaluated: int = 0
+    agents: int = 0
 
 
 @dataclass(frozen=True)

@@ -432,7 +432,11 @@ class Lifecycle:
         elastic = self.elastic
         drained = tuple(sorted(elastic.drained))
         return e.Memory(
-            self.handoffs.generation, elastic.queue.asked, drained, self._evaluated_step
+            self.handoffs.generation,
+            elastic.queue.asked,
+            drained,
+            self._evaluated_step,
+            self.agents.started,
         )
 
     def expects(self, worker: int) -> bool:

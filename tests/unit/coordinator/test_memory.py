@@ -39,8 +39,11 @@ def test_without_memory_the_run_file_is_the_bound(make: Start) -> None:
 
 
 def test_what_an_operator_asked_for_later_beats_the_run_file(make: Start) -> None:
-    memory = Memory(7, 2, ("n2", "n9"))
+    memory = Memory(7, 2, ("n2", "n9"), agents=5)
     run = after_step_20(make, memory)
-    assert run.coordinator.core.memory == Memory(9, 2, ("n2", "n9"))  # 8 may have been rebuilt
+    agents = [request.agent for request in run.cluster.launched]
+    assert agents == ["a5", "a6"], "one of those before may live still"
+    left = Memory(9, 2, ("n2", "n9"), agents=7)  # 8 may have been rebuilt
+    assert run.coordinator.core.memory == left
     assert nodes_of(run) == ["n1", "n3"]
     assert sorted(run.cluster.pool.avoided) == ["n2", "n9"]

@@ -106,6 +106,13 @@ def test_what_was_remembered_last_counts() -> None:
     assert memory_of(journal) == Memory(-1, 2, ("n1", "n2"))
 
 
+def test_agents_of_all_starts_are_counted() -> None:
+    launch = {"type": "launch", "agents": [{"agent": "a0"}, {"agent": "a1"}]}
+    start = {"type": "start_agent", "agent": "a2", "node": "n1"}
+    journal = [entry(0, STARTED, launch), entry(1, TICK, start), entry(2, STARTED, launch)]
+    assert memory_of(journal).agents == 5
+
+
 @pytest.mark.parametrize(
     "last",
     [
