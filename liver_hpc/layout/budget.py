@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.layout.coordinates import Layout, RankMap
-from liver_hpc.layout.memory import fullest_bytes, stage_bytes
+from liver_hpc.layout.memory import stage_bytes, stage_parts
 from liver_hpc.layout.tensors import ModelSpec
 
 RehearsalBytes = Callable[[Layout], int | None]
@@ -61,6 +61,18 @@ def _changing(source: Layout, target: Layout) -> str:
     if source == target:
         return f"replacing a worker of {source}"
     return f"{source} to {target}"
+
+
+def loads(parts: NDArray[np.float64], kinds: int) -> NDArray[np.float64]:
+    """What a worker holds at most, on whatever stage: of all; of parameters and 0, 1, ... `kinds`
+    kinds of optimizer state; of optimizer state. [kinds + 3, numbers].
+
+    parts: as `stage_parts` has them. A stage on which little is trained has parameters above all,
+    and is not the fullest one.
+    """
+    parameters, gradients, state = parts
+    begun = [parameters + state * number / kinds for number in range(kinds + 1)]
+    return np.array([parameters + gradients + state, *begun, state]).max(axis=1)
 
 
 @dataclass(frozen=True)
@@ -113,16 +125,16 @@ class Budget:
             return ""
         return f"both worlds would take {held} bytes of a worker, policy.memory_bytes is {most}"
 
-    def together(self, parts: NDArray[np.float64]) -> list[bool]:
+    def together(self, held: NDArray[np.float64]) -> list[bool]:
         """Which of some layouts stay, so that all changes among those fit: each that fits with all
         that stay before it.
 
-        parts: as `fullest_bytes` has them, [3, layouts].
+        held: as `loads` has it, [.., layouts].
         """
         most = self._most - self.staging
-        phases = self._phases(parts)  # [2, phases, layouts]
+        phases = self._phases(held)  # [2, phases, layouts]
         fullest, stays = np.zeros(phases.shape[:2]), []
-        for layout in range(parts.shape[1]):
+        for layout in range(held.shape[1]):
             with_it = np.maximum(fullest, phases[:, :, layout])
             stays.append(bool(with_it.sum(axis=0).max() <= most))
             fullest = with_it if stays[-1] else fullest
@@ -133,7 +145,7 @@ class Budget:
     def fullest_change(self, layouts: Sequence[Layout]) -> Change:
         """Of all changes among layouts, replacements included, the one that takes most memory where
         both worlds are held."""
-        held = self._parts_of(layouts).sum(axis=0)
+        held = self._loads_of(layouts)[0]
         rehearsal = np.array([self.rehearsal(layout) for layout in layouts], dtype=np.float64)
         source = layouts[int(held.argmax())]
         target = layouts[int((held + rehearsal).argmax())]
@@ -146,7 +158,7 @@ class Budget:
         One kind of state after the other changes over, when gradients have gone: of a worker's
         target there are the kinds so far, of its source those from this one on.
         """
-        begun, left = self._phases(self._parts_of(layouts))
+        begun, left = self._phases(self._loads_of(layouts))
         phase = int((begun.max(axis=1) + left.max(axis=1)).argmax())
         target, source = int(begun[phase].argmax()), int(left[phase].argmax())
         peak = int(begun[phase, target] + left[phase, source]) + self.staging
@@ -155,22 +167,16 @@ class Budget:
     def bounded_bytes(self, source: Layout, target: Layout) -> int:
         """The most bytes that a worker holds in one change in bounded memory, if it has the fullest
         seat of both."""
-        begun, left = self._phases(self._parts_of([target, source]))
+        begun, left = self._phases(self._loads_of([target, source]))
         return int((begun[:, 0] + left[:, 1]).max()) + self.staging
 
-    def _phases(self, parts: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _phases(self, held: NDArray[np.float64]) -> NDArray[np.float64]:
         """Of layouts as a target and as a source, what there is of them in each phase of a change
         in bounded memory: [2, phases, layouts]. Before, between and after, the whole of one."""
-        parameters, gradients, state = parts
-        kinds = len(self.model.optimizer_kinds)
-        begun = [np.zeros_like(state)]
-        left = [parameters + gradients + state]
-        for number in range(kinds + 1):
-            begun.append(parameters + state * number / kinds)
-            left.append(state * (kinds - max(number - 1, 0)) / kinds + (parameters * (number == 0)))
-        begun.append(parameters + gradients + state)
-        left.append(np.zeros_like(state))
-        return np.array([begun, left])
+        whole, *begun, state = held
+        none, kinds = np.zeros_like(state), self._kinds
+        left = [state * (kinds - number) / kinds for number in range(kinds)]
+        return np.array([[none, *begun, whole], [whole, begun[-1], *left, none]])
 
     def _memory(self, source: Layout, target: Layout) -> HandoffMemory:
         return HandoffMemory(
@@ -195,25 +201,30 @@ class Budget:
         return max(found, key=lambda one: one.together)
 
     def fitting(self, layout: Layout, replicas: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Bytes of the fullest worker with each of some numbers of replicas, as `fullest_bytes`;
-        infinite where the layout has a fault with it."""
-        parts = fullest_bytes(self.model, layout, replicas)
-        return np.where(parts.sum(axis=0) + self.staging <= self._most, parts, np.inf)
+        """What a worker holds with each of some numbers of replicas, as `loads`; infinite where
+        the layout has a fault with it."""
+        held = loads(stage_parts(self.model, layout, replicas), self._kinds)
+        return np.where(held[0] + self.staging <= self._most, held, np.inf)
 
     def held(self, layout: Layout) -> int:
         """Bytes of state of a layout's fullest worker."""
-        return int(self._parts_of([layout]).sum())
+        return int(self.loads(layout)[0])
 
     def rehearsal(self, layout: Layout) -> int:
         """Bytes of activations of a layout's rehearsal, where there is one."""
         return (self.config.handoff.warm_up and self.rehearsal_bytes(layout)) or 0
 
-    def parts(self, layout: Layout) -> NDArray[np.float64]:
-        """Of a layout's fullest worker, as `fullest_bytes`: [3]."""
-        return fullest_bytes(self.model, layout, np.array([layout.replicas]))[:, 0]
+    def loads(self, layout: Layout) -> NDArray[np.float64]:
+        """Of a layout, as the function of that name, without the last dimension."""
+        parts = stage_parts(self.model, layout, np.array([layout.replicas]))
+        return loads(parts, self._kinds)[:, 0]
 
-    def _parts_of(self, layouts: Sequence[Layout]) -> NDArray[np.float64]:
-        return np.stack([self.parts(layout) for layout in layouts], axis=1)
+    def _loads_of(self, layouts: Sequence[Layout]) -> NDArray[np.float64]:
+        return np.stack([self.loads(layout) for layout in layouts], axis=1)
+
+    @property
+    def _kinds(self) -> int:
+        return len(self.model.optimizer_kinds)
 
     @property
     def staging(self) -> int:

@@ -187,7 +187,7 @@ class Candidates:
         notices name, that are expected to be faster."""
         train, initial = self.config.train, self.config.workers.initial
         held = dict(self._alone())
-        held |= {one: self._budget.parts(one) for one in wanted if not self.fault(one)}
+        held |= {one: self._budget.loads(one) for one in wanted if not self.fault(one)}
         if self.config.policy.memory_bytes is None:
             return held
 
@@ -195,11 +195,13 @@ class Candidates:
             return layout.workers != initial, layout not in wanted, expected_order(layout, train)
 
         order = sorted(held, key=last)
-        parts = np.array([held[layout] for layout in order]).reshape(-1, 3).T
-        return itertools.compress(order, self._budget.together(parts))
+        if not order:
+            return ()
+        together = self._budget.together(np.stack([held[layout] for layout in order], axis=1))
+        return itertools.compress(order, together)
 
     def _alone(self) -> Iterator[tuple[Layout, NDArray[np.float64]]]:
-        """All layouts without a fault, and what their fullest workers hold; what has nothing to do
+        """All layouts without a fault, and what workers hold at most; what has nothing to do
         with dp is asked once for all dp."""
         train, most = self.config.train, self.config.workers.max
         batches = [stretch.batch for stretch in batches_of(train)]

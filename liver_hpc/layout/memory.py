@@ -99,15 +99,16 @@ def _fill(spans: Iterable[tuple[int, int]], share: int) -> _Fill:
     return _Fill(share, tuple(ends), tuple(elements))
 
 
-def fullest_bytes(
+def stage_parts(
     model: ModelSpec, layout: Layout, replicas: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Bytes of parameters, of gradients and of optimizer state of the fullest worker, for a layout
-    with each of some numbers of replicas, which its ep divides; [3, numbers].
+    """Bytes of parameters, of gradients and of optimizer state of each kind of stage's fullest
+    worker, for a layout with each of some numbers of replicas, which its ep divides;
+    [3, kinds of stages, numbers].
 
     Exact to within the padding between the optimizer's parameters.
     """
-    most = np.zeros((3, len(replicas)))
+    found = []
     element_bytes = sum(model.element_bytes(kind, 0) for kind in model.optimizer_kinds)
     # On one stage every tp rank holds as much, and every replica as much of each bucket.
     for parameters, gradients, fills in _stage_kinds(model, layout.least):
@@ -117,10 +118,8 @@ def fullest_bytes(
             whole = np.lcm(ranks, BUCKET_ALIGNMENT)
             slices = -(-ends[-1] // whole) * whole // ranks
             state += np.interp(slices, ends, elements)
-        parts = np.empty_like(most)
-        parts[0], parts[1], parts[2] = parameters, gradients, element_bytes * state
-        most = np.where(parts.sum(axis=0) > most.sum(axis=0), parts, most)
-    return most
+        found.append(np.broadcast_arrays(parameters, gradients, element_bytes * state))
+    return np.array(found).transpose(1, 0, 2)
 
 
 def move_bytes(model: ModelSpec, moves: tuple[Move, ...]) -> int:

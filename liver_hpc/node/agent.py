@@ -48,7 +48,7 @@ from liver_hpc.cluster.launcher import EXIT_UNHEALTHY, agent_log
 from liver_hpc.cluster.slurm.together import own_agent
 from liver_hpc.config.load import load_run
 from liver_hpc.errors import LiverError
-from liver_hpc.host.child import Command
+from liver_hpc.host.child import Child, Command
 from liver_hpc.host.process import quiet_thread
 from liver_hpc.host.version import version_fault
 from liver_hpc.host.warm import WarmProcess
@@ -142,6 +142,7 @@ class Agent:
         )
         self._health_check = config.cluster.health_check
         self._checking = False
+        self._checks: list[Child] = []  # the shell of the health check
         self._launches: dict[str, Launch] = {}
         self._launch_of: dict[int, Launch] = {}  # workers that have an id, and live
         self._asked: list[tuple[int, m.StoreRequest]] = []  # of the store, in this turn
@@ -178,10 +179,12 @@ class Agent:
 
     def _check_health(self, command: str) -> Healthy:
         log_path = self._plan.first.run_directory / "logs" / f"health-{self._name}.log"
-        check_health(command, log_path, self._limits.health_s)
+        check_health(command, log_path, self._limits.health_s, self._checks.append)
         return Healthy()
 
     def _end_all(self) -> None:
+        for check in self._checks:
+            check.end(0.0)
         for launch in self._launches.values():
             launch.stop(0)
         for launch in self._launches.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 from liver_hpc.errors import DeadlineError, LiverError
@@ -17,15 +18,21 @@ class Unhealthy(LiverError):
     """The node has failed its check."""
 
 
-def check_health(command: str, log: Path, limit_s: float) -> None:
+def check_health(
+    command: str, log: Path, limit_s: float, begun: Callable[[Child], None] = lambda _child: None
+) -> None:
     """Runs the command in a shell; what it prints goes to `log`. Raises Unhealthy where it fails,
-    or does not end in time, and then nothing of it is left."""
+    or does not end in time, and then nothing of it is left.
+
+    begun: gets the shell, which whoever cannot wait for its end ends.
+    """
     words = ["/bin/sh", "-c", command]
     told = Command("health check", words, environment=os.environ, log=log, apart="group")
     try:
         child = Child(told)
     except LiverError as error:
         raise Unhealthy(f"node {socket.gethostname()}: {error}") from error
+    begun(child)
     try:
         code = child.wait(limit_s)
         how = child.how()
