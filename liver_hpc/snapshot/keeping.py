@@ -197,7 +197,7 @@ class Snapshots:
 
     def _give_back(self, snapshots: Sequence[Snapshot]) -> None:
         for each in snapshots:
-            self._memory.give_back(each.chunks)
+            self._memory.give_back(each.chunks_so_far)
 
     def interrupt(self) -> None:
         """From any thread, where the world is about to be let go: whoever waits for a snapshot goes

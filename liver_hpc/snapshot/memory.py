@@ -93,6 +93,11 @@ class Snapshot:
         return self._laid_out[0]
 
     @property
+    def chunks_so_far(self) -> Sequence[torch.Tensor]:
+        """Those that have come to be: all of them, or none."""
+        return self.chunks if "_laid_out" in self.__dict__ else ()
+
+    @property
     def _pieces(self) -> Mapping[tuple[str, int], Sequence[_Piece]]:
         return self._laid_out[1]
 

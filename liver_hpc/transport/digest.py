@@ -87,14 +87,16 @@ def add_digest(total: torch.Tensor, view: torch.Tensor, tensor: TensorSpec, box:
 
 
 def warm_up(tensors: Sequence[TensorSpec], device: torch.device) -> None:
-    """Makes the weights of these tensors and a first product ahead of time: not in the pause."""
+    """Makes the weights of these tensors and first products ahead of time: not in the pause."""
     for tensor in tensors:
         rows, cols = (1, tensor.rows) if tensor.cols == 1 else (tensor.rows, tensor.cols)
         _ROW_WEIGHTS.between(0, rows, device)
         _BLOCK_WEIGHTS.between(0, -(-cols * _WIDEST_BYTES // BLOCK_BYTES), device)
-    for tensor in tensors[:1]:
-        total = torch.zeros((), dtype=torch.int64, device=device)
-        add_digest(total, torch.zeros(1, 1, device=device), tensor, Box(0, 1, 0, 1))
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for tensor in (TensorSpec("", (1, 1)), TensorSpec("", (4 * _CUDA_ROWS, BLOCK_BYTES // 4))):
+        add_digest(
+            total, torch.zeros(tensor.rows, tensor.cols, device=device), tensor, tensor.whole
+        )
 
 
 def _bytes(view: torch.Tensor) -> torch.Tensor:

@@ -499,6 +499,23 @@ def test_halted_while_its_memory_comes_to_be_it_reads_no_state_any_more(
     timer.join()
 
 
+class FullDevice(Device):
+    """Whose host has no memory left."""
+
+    def host_memory(self, num_bytes: int) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+
+def test_halted_where_there_was_no_memory_it_asks_for_none() -> None:
+    one = of_a_pair(1, device=FullDevice(CPU))
+    one.snapshots.begin(one.world, one.step)
+    taking = one.snapshots._taking
+    assert taking is not None
+    taking.join(LIMIT_S)
+    one.snapshots.halt()
+    assert one.snapshots._memory._free == []
+
+
 def test_the_state_is_that_of_one_boundary_of_one_world() -> None:
     one = of_a_pair("auto")
     one.train()
