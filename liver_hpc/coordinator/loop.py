@@ -420,9 +420,8 @@ class Coordinator:
             if not self._agents.expects(calls.agent):
                 refused = "it is not expected"
             elif calls.epoch == self._epoch.number:
-                refused = (
-                    "it was given up"  # what either has said to the other is not known any more
-                )
+                # What either has said to the other is not known any more.
+                refused = "it was given up"
         if refused:
             log.warning("%s is told to end: %s", channel.peer, refused)
             with suppress(ChannelClosed):

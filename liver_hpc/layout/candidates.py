@@ -220,10 +220,9 @@ class Candidates:
         """Every tp that divides a node, and pp and ep that the model's spec knows, for which there
         may be workers."""
         most = self.config.workers.max
-        node = workers_of_a_node(self.config) or most
         pps = [len(table) for table in self.model.stages.values() if len(table[0]) == 1]
         eps = sorted({1, *(self.model.homes if self._has_experts else ())})
-        for tp in (tp for tp in range(1, min(most, node) + 1) if node % tp == 0):
+        for tp in _tps(self.config):
             for pp in sorted(pps):
                 for ep in eps:
                     if tp * pp * ep <= most:
@@ -251,6 +250,12 @@ class Candidates:
         return "; ".join(f"{layout}: {self.fault(layout)}" for layout in some)
 
 
+def _tps(config: RunConfig) -> list[int]:
+    """What divides a node, so that no group lies on two."""
+    most, node = config.workers.max, workers_of_a_node(config)
+    return [tp for tp in range(1, min(node or most, most) + 1) if node is None or node % tp == 0]
+
+
 def layouts_to_derive(config: RunConfig, layers: int, experts: int) -> list[Layout]:
     """What `layouts: auto` may choose from, with the least dp: what the model's spec is to know.
 
@@ -258,8 +263,6 @@ def layouts_to_derive(config: RunConfig, layers: int, experts: int) -> list[Layo
     one stage less. experts: of a layer that has some, else 0.
     """
     most = config.workers.max
-    node = workers_of_a_node(config)
-    tps = [tp for tp in range(1, min(node or most, most) + 1) if node is None or node % tp == 0]
     eps = [size for size in range(1, experts + 1) if experts % size == 0] or [1]
     pps = [
         pp
@@ -268,7 +271,7 @@ def layouts_to_derive(config: RunConfig, layers: int, experts: int) -> list[Layo
     ]
     return [
         Layout(tp, pp, ep, ep=ep, sequence_parallel=experts > 0 and tp > 1)
-        for tp in tps
+        for tp in _tps(config)
         for pp in pps
         for ep in eps
         if tp * pp * ep <= most

@@ -214,9 +214,8 @@ def _attempts(
         disturbed = beside[record.generation]
         slowdown_s = _slowdown_s(record, disturbed, times, records.evaluations)
         cost_s = lost_s + slowdown_s
-        if (
-            record.outcome != COMPLETED
-        ):  # what one that failed has lost is a recovery's, or a start's
+        if record.outcome != COMPLETED:
+            # What one that failed has lost is a recovery's, or the next start's.
             cost_s = known_sum([lost_s, slowdown_s])
         used = {went_on, *(step.generation for step in disturbed)} & worlds.keys()
         found.append(

@@ -265,6 +265,9 @@ def test_whole_nodes_and_what_notices_name_stay_in_the_table() -> None:
     assert Layout(1, 4, 13) in [entry.layout() for entry in table[52]]
     shapes = Candidates(config, TIED, check_layout)._shapes()
     assert {tp for tp, _, _ in shapes} == {1, 2, 4, 8}, "a group lies on one node"
+    here = auto(workers={"initial": 6, "max": 6}, cluster={"kind": "local"})
+    shapes = Candidates(here, TIED, check_layout)._shapes()
+    assert {tp for tp, _, _ in shapes} == {*range(1, 7)}
 
 
 # ---- which one is run
