@@ -72,7 +72,8 @@ def loads(parts: NDArray[np.float64], kinds: int) -> NDArray[np.float64]:
     """
     parameters, gradients, state = parts
     begun = [parameters + state * number / kinds for number in range(kinds + 1)]
-    return np.array([parameters + gradients + state, *begun, state]).max(axis=1)
+    held: NDArray[np.float64] = np.array([parameters + gradients + state, *begun, state])
+    return np.max(held, axis=1)
 
 
 @dataclass(frozen=True)
