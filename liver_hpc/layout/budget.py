@@ -72,8 +72,9 @@ def loads(parts: NDArray[np.float64], kinds: int) -> NDArray[np.float64]:
     """
     parameters, gradients, state = parts
     begun = [parameters + state * number / kinds for number in range(kinds + 1)]
-    held: NDArray[np.float64] = np.array([parameters + gradients + state, *begun, state])
-    return np.max(held, axis=1)
+    held = np.array([parameters + gradients + state, *begun, state])
+    most: NDArray[np.float64] = held.max(axis=1)
+    return most
 
 
 @dataclass(frozen=True)
