@@ -86,7 +86,8 @@ def most_held_bytes(shares: Mapping[Layout, int]) -> int:
 def partners(rank_map: RankMap) -> tuple[int | None, ...]:
     """By rank, the worker that holds a second copy of its snapshot; None where there is no other.
 
-    It is on the next node, in a ring of all nodes; where there is but one node, the next worker.
+    It is on another node, in a ring of all nodes, and holds that one copy; unless one node has more
+    than half of all workers, whose copies the others share then. On one node it is the next worker.
     """
     nodes = rank_map.nodes or tuple(map(alone, rank_map.workers))
     people: dict[int, list[int]] = {}
@@ -97,11 +98,14 @@ def partners(rank_map: RankMap) -> tuple[int | None, ...]:
         ring = [[worker] for worker in rank_map.workers]
     if len(ring) == 1:
         return (None,)
-    found = {
-        worker: there[place % len(there)]
-        for here, there in zip(ring, [*ring[1:], ring[0]], strict=True)
-        for place, worker in enumerate(here)
-    }
+    in_order = [worker for here in ring for worker in here]
+    largest = max(ring, key=len)
+    # So far on from any worker of a node there is none of that node, if it has no more than half.
+    found = dict(zip(in_order, in_order[len(largest) :] + in_order[: len(largest)], strict=True))
+    if 2 * len(largest) > len(in_order):
+        others = [worker for worker in in_order if worker not in largest]
+        found |= {worker: others[place % len(others)] for place, worker in enumerate(largest)}
+        found |= {worker: largest[place] for place, worker in enumerate(others)}
     return tuple(found[worker] for worker in rank_map.workers)
 
 

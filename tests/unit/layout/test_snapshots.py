@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -59,6 +62,20 @@ def test_a_share_is_the_smaller_the_more_workers_there_are() -> None:
 )
 def test_a_partner_is_on_the_next_node(nodes: tuple[int, ...], wanted: tuple[int, ...]) -> None:
     assert partners(RankMap(Layout(1, 1, 3), (10, 11, 12), nodes)) == wanted
+
+
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.randoms())
+def test_a_partner_is_on_another_node_and_nobody_holds_more_than_his_share(
+    sizes: list[int], draw: random.Random
+) -> None:
+    nodes = [number for number, size in enumerate(sizes) for _ in range(size)]
+    draw.shuffle(nodes)
+    workers = tuple(range(len(nodes)))
+    found = partners(RankMap(Layout(1, 1, len(nodes)), workers, tuple(nodes)))
+    assert all(nodes[one] != nodes[partner] for one, partner in zip(workers, found, strict=True))
+    most = max(Counter(found).values())
+    largest = max(sizes)
+    assert most == (1 if 2 * largest <= len(nodes) else -(-largest // (len(nodes) - largest)))
 
 
 def test_a_lone_worker_has_no_partner() -> None:
