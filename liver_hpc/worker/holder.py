@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import deque
@@ -21,6 +22,8 @@ from liver_hpc.world import hollow
 from liver_hpc.world.context import WorkerContext
 from liver_hpc.world.untouched import Kept
 from liver_hpc.world.world import World
+
+log = logging.getLogger(__name__)
 
 _REMEMBERED = 1024
 """So many steps and evaluations, which rank 0 has told of, its world's other workers remember."""
@@ -253,8 +256,11 @@ class WorldHolder:
         session, self.session = self.session, None
         self._stands.clear()
         if session is not None:
-            if session.preparing is not None:
-                session.preparing.join(self._limits.prepare_s)
+            if (preparing := session.preparing) is not None:
+                # Who meets one that is gone comes back at his own deadline, and is not waited for.
+                preparing.join(min(self._limits.prepare_s, self._limits.heartbeat_s))
+                if preparing.is_alive():
+                    log.warning("PREPARE of generation %d has not ended yet", session.generation)
             if session.prepared is not None:
                 if self._making is session.prepared.world:
                     self._making = None

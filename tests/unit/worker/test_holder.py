@@ -1,0 +1,32 @@
+"""How a worker lets its world go."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+from liver_hpc.worker.holder import WorldHolder
+
+
+def test_who_meets_one_that_is_gone_is_not_waited_for() -> None:
+    """The thread of PREPARE comes back at its own deadline, which may be minutes away."""
+    told, over = [], threading.Event()
+    preparing = threading.Thread(target=over.wait, args=(30.0,), daemon=True)
+    preparing.start()
+    holder: Any = object.__new__(WorldHolder)
+    holder.session = SimpleNamespace(preparing=preparing, prepared=None, generation=4)
+    holder._limits = SimpleNamespace(prepare_s=30.0, heartbeat_s=0.2)
+    holder._stands = threading.Event()
+    holder._world = holder._making = holder._refilling = None
+    device = SimpleNamespace(late=False, return_free_memory=lambda: told.append("freed"))
+    holder._context = SimpleNamespace(device=device)
+    began_s = time.monotonic()
+    holder._clear_all()
+    assert time.monotonic() - began_s < 5.0
+    assert preparing.is_alive()
+    assert told == ["freed"]
+    assert holder.session is None
+    over.set()
+    preparing.join(10.0)
