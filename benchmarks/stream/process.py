@@ -69,7 +69,7 @@ class BoxState:
         for kind in (PARAMETER, *spec.optimizer_kinds):
             for index in spec.held_tensors(rank_map.layout, at):
                 self._held[kind, index] = [
-                    (box, torch.full(_shape(box), fill, device=device))
+                    (box, torch.full(box.shape, fill, device=device))
                     for box in owned_boxes(spec, rank_map.layout, at, kind, index)
                 ]
 
@@ -88,10 +88,6 @@ class BoxState:
             if only in (None, kind)
             for _, values in boxes
         )
-
-
-def _shape(box: Box) -> tuple[int, int]:
-    return box.row1 - box.row0, box.col1 - box.col0
 
 
 class PeakMemory(AbstractContextManager["PeakMemory"]):
