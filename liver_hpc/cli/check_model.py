@@ -22,6 +22,7 @@ from liver_hpc.config.schema import AUTO, LayoutSection, RunConfig
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.memory import worker_bytes
+from liver_hpc.layout.ramp import decay_steps
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.recipes.base import load_recipe
 from liver_hpc.recipes.specs import Answer, asked_of_model, derive_spec
@@ -139,6 +140,7 @@ def _alone(config: RunConfig, layout: Layout) -> RunConfig:
     values = config.model_dump()
     workers = layout.workers
     values["runs_directory"] = config.runs_directory / "check-model"
+    values["schedule"]["decay_steps"] = decay_steps(config.schedule, config.train)
     values["train"]["steps"] = STEPS
     values["workers"] = {"initial": workers, "max": workers}
     values["layouts"] = {workers: [LayoutSection.of(layout).model_dump()]}

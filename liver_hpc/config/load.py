@@ -139,11 +139,17 @@ def _parse_value(text: str) -> Any:
 # ---- YAML
 
 
-class _Loader(yaml.SafeLoader):
-    """Safe, and `1e-3` is a number as in YAML 1.2 (YAML 1.1 wants `1.0e-3`).
+_NUMBERS = {
+    "tag:yaml.org,2002:int": r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)",
+    "tag:yaml.org,2002:float": r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?"
+    r"|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+}
+"""What is one, as in YAML 1.2: `1e-3` is, to which YAML 1.1 wants a point; `4:00:00` and `0123` are
+texts, which YAML 1.1 takes for numbers of other bases."""
 
-    lines: of every key and list entry by its path, from 1.
-    """
+
+class _Loader(yaml.SafeLoader):
+    """Safe. lines: of every key and list entry by its path, from 1."""
 
     def __init__(self, text: str, name: str) -> None:
         super().__init__(text)
@@ -179,23 +185,31 @@ class _Dumper(yaml.SafeDumper):
     """Knows paths, and quotes the texts that `_Loader` would take for numbers."""
 
 
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in found if tag not in _NUMBERS]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 for _side in (_Loader, _Dumper):
-    _side.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
-        list("-+0123456789"),
-    )
+    for _tag, _pattern in _NUMBERS.items():
+        _side.add_implicit_resolver(_tag, re.compile(f"^({_pattern})$"), list("-+.0123456789"))
 _Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_str(str(path)))
+
+
+def _unshared(value: Any) -> Any:
+    """The same values, of which an alias has a copy of its own: `--set` changes one place."""
+    if isinstance(value, dict):
+        return {key: _unshared(held) for key, held in value.items()}
+    return [*map(_unshared, value)] if isinstance(value, list) else value
 
 
 def _parse(text: str, name: str) -> tuple[dict[Any, Any], dict[KeyPath, int]]:
     """What a text holds, and the lines of its keys; `name` stands for it in errors."""
-    loader = _Loader(text, name)
     try:
+        loader = _Loader(text, name)
         values, node = None, loader.get_single_node()
         if node is not None:
             loader.note_lines(node)
-            values = loader.construct_document(node)
+            values = _unshared(loader.construct_document(node))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = name if mark is None else f"{name}:{mark.line + 1}"
@@ -203,8 +217,8 @@ def _parse(text: str, name: str) -> tuple[dict[Any, Any], dict[KeyPath, int]]:
     except (yaml.YAMLError, ValueError) as error:
         # ValueError: a scalar that looks like a date or number but is none, such as 2024-13-45.
         raise ConfigError(f"{name}: not valid YAML: {error}") from None
-    finally:
-        loader.dispose()
+    except RecursionError:
+        raise ConfigError(f"{name}: sections within sections, too many or without an end") from None
     if values is None:
         raise ConfigError(f"{name}: the file is empty")
     if not isinstance(values, dict):

@@ -33,6 +33,7 @@ _BOUNDS = {
 _KINDS = {
     "int": "a whole number",
     "float": "a number",
+    "finite": "a finite number",
     "bool": "true or false",
     "string": "text",
     "path": "a path",
@@ -100,7 +101,7 @@ def _wanted(detail: ErrorDetails, key: str) -> str:
     kind, context = detail["type"], detail.get("ctx", {})
     if kind in _BOUNDS:
         name, word = _BOUNDS[kind]
-        return f"a number {word} {context[name]:g}"
+        return f"a number {word} {context[name]:.12g}"
     if kind == "literal_error":
         return f"one of {context['expected']}"
     if kind == "string_pattern_mismatch":

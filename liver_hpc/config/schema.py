@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -28,14 +29,15 @@ from liver_hpc.layout.coordinates import Layout
 
 PositiveInt = Annotated[int, Field(gt=0, strict=True)]
 NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
+Seed = Annotated[int, Field(ge=0, lt=2**32, strict=True)]  # as NumPy takes it
 Seconds = Annotated[float, Field(gt=0)]
 Bytes = Annotated[int, Field(gt=0, strict=True)]
 
 
 class Section(BaseModel):
-    """Frozen, and an unknown key is an error."""
+    """Frozen; an unknown key is an error, and so is a number without bounds."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class LayoutSection(Section):
@@ -110,7 +112,7 @@ class DataSection(Section):
     split: Annotated[str, Field(pattern=r"^\d+(\.\d*)?(,\d+(\.\d*)?){0,2}$")] | None = None
     directory: Path = Path("data")
     max_text_bytes: Bytes = 16 * 2**20
-    seed: NonNegativeInt = 1234
+    seed: Seed = 1234
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -159,7 +161,7 @@ class TrainSection(Section):
     global_batch: PositiveInt
     rampup: RampupSection | None = None
     micro_batch: PositiveInt = 1
-    seed: NonNegativeInt = 1234
+    seed: Seed = 1234
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     bucket_elements: PositiveInt = 40_000_000
@@ -300,7 +302,7 @@ _OWN_OPTIONS = {
 }
 """Options of sbatch that liver gives itself, and the key that says what it gives."""
 _KEYLESS = re.compile(
-    "array|comment|error|hold|no-kill|open-mode|output|parsable|test-only|wait|wrap"
+    "array|clusters?|comment|error|hold|no-kill|open-mode|output|parsable|test-only|wait|wrap"
 )
 """More of them, of which no key says anything."""
 _OWN_STEP_OPTIONS = {
@@ -319,6 +321,15 @@ def _plain(text: str) -> str:
     """Of a batch script's line: a line end in it would begin another."""
     if not (text.strip() and text.isprintable()):
         raise ValueError(f"{text!r} is empty or has control characters")
+    return text
+
+
+def _words(text: str) -> str:
+    """Of a command line, split as a shell would."""
+    try:
+        shlex.split(_plain(text))
+    except ValueError as error:
+        raise ValueError(f"{text!r} is no command line: {error}") from None
     return text
 
 
@@ -358,6 +369,7 @@ def _option_value(value: str | int | bool) -> str | int | bool:
 
 
 PlainText = Annotated[str, AfterValidator(_plain)]
+CommandLine = Annotated[str, AfterValidator(_words)]
 OptionName = Annotated[str, Field(pattern=r"^[a-z][a-z-]*$")]
 OptionValue = Annotated[str | int | bool, AfterValidator(_option_value)]
 SbatchOptions = dict[Annotated[OptionName, _not_ours(_OWN_OPTIONS, _KEYLESS, "")], OptionValue]
@@ -434,7 +446,7 @@ class ContainerSection(Section):
     runtime: Literal["pyxis", "apptainer", "charliecloud"]
     image: PlainText
     mounts: list[Annotated[str, AfterValidator(_mount)]] = []
-    python: PlainText = "python3"
+    python: CommandLine = "python3"
     options: list[Annotated[str, AfterValidator(_runtime_option)]] = []
 
 
@@ -446,7 +458,7 @@ class SlurmSection(Section):
     components: list[ComponentSection] = []
     burst: BurstSection | None = None
     setup: list[str] = []
-    python: PlainText | None = None
+    python: CommandLine | None = None
     step_options: StepOptions = {}
     container: ContainerSection | None = None
     requeue: bool | Literal["expedite"] = True

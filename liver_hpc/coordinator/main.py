@@ -89,7 +89,6 @@ def _on_slurm(config: RunConfig, run_directory: Path) -> tuple[Launcher, NodePoo
 
     slurm = config.cluster.slurm
     commands = SlurmCommands(slurm.command_s, slurm.unreachable_s)
-    commands.prefer_json()
     own = own_allocations(os.environ, config, commands.hostnames)
     squeue = Squeue(commands, slurm.command_s)
     pool = SlurmPool(config, commands, squeue, own, run_directory, SystemClock())

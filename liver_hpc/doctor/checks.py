@@ -42,9 +42,11 @@ class Order:
     def partitions(self) -> dict[str, PartitionInfo]:
         return self.commands.partitions()
 
-    def modes(self, names: str) -> list[str]:
-        """How jobs are preempted in a partition, or in each of several, with commas between."""
-        return [self.partitions[name].preempt_mode for name in names.split(",")]
+    def partitions_of(self, names: str | None) -> list[PartitionInfo]:
+        """Those that a job may come to which names one, several with commas between, or none."""
+        if names is None:
+            return [one for one in self.partitions.values() if one.default]
+        return [self.partitions[name] for name in names.split(",")]
 
     @property
     def has_run(self) -> bool:
@@ -53,7 +55,7 @@ class Order:
 
     @property
     def runs_directory(self) -> Path:
-        return self.config.runs_directory.absolute()
+        return self.config.runs_directory.expanduser().absolute()
 
     @property
     def slurm(self) -> SlurmSection:

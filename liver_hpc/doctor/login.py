@@ -65,9 +65,19 @@ def _partitions(order: Order) -> Result:
 
 def _preemption(order: Order) -> Result:
     """Whether what is meant to be preempted is, and with time enough to leave."""
+    kind = order.commands.setting("PreemptType")
+    if kind.endswith("none"):
+        return passed(f"{kind}: no job is preempted")
+    if kind.endswith("qos"):
+        return passed(
+            f"{kind}: jobs are preempted as their QOS says, with its grace time; "
+            "`sacctmgr show qos format=Name,Preempt,PreemptMode,GraceTime` shows it"
+        )
     # Slurm preempts a het job only when every component may be.
-    parts = {part.name: part.partition for part in order.slurm.components if part.partition}
-    shields = sorted(name for name, given in parts.items() if "OFF" in order.modes(given))
+    parts = {part.name: order.partitions_of(part.partition) for part in order.slurm.components}
+    shields = sorted(
+        name for name, given in parts.items() if any(one.preempt_mode == "OFF" for one in given)
+    )
     shielded = sorted(parts.keys() - set(shields))
     if shields and shielded:
         return warned(
@@ -75,14 +85,19 @@ def _preemption(order: Order) -> Result:
             "same job cannot be",
             "move what is to be preempted to cluster.slurm.burst, a job of its own",
         )
-    burst, kind = order.slurm.burst, order.commands.setting("PreemptType")
+    burst = order.slurm.burst
     name = burst.partition if burst else order.partition
     if name is None:
         return passed(f"{kind}; no burst partition is named")
-    mode = next((mode for mode in order.modes(name) if mode != "OFF"), "OFF")
-    grace_s = min(order.partitions[part].grace_s for part in name.split(","))
-    if mode == "OFF":
+    preempting = [one for one in order.partitions_of(name) if one.preempt_mode != "OFF"]
+    if not preempting:
         return passed(f"{kind}; jobs in {name} are never preempted (PreemptMode OFF)")
+    mode, grace_s = preempting[0].preempt_mode, min(one.grace_s for one in preempting)
+    if any("SUSPEND" in one.preempt_mode for one in preempting):
+        return warned(
+            f"{name}: {mode} stops a job's processes where it preempts it, without a warning",
+            "ask for PreemptMode=REQUEUE or CANCEL on it, which have a grace time",
+        )
     if grace_s <= 0:
         return warned(
             f"{name} gives no grace time: its nodes are lost without a warning",

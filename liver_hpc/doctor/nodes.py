@@ -27,7 +27,7 @@ from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.slurm.container import step_words
 from liver_hpc.doctor.checks import Check, Level, Order, Result, failed, passed, skipped, warned
 from liver_hpc.doctor.probe import ANSWER, ASKERS_TOKEN, Said, versions
-from liver_hpc.errors import DeadlineError, LiverError
+from liver_hpc.errors import ConfigError, DeadlineError, LiverError
 from liver_hpc.host.child import Child, Command
 from liver_hpc.host.process import quiet_thread
 from liver_hpc.run.secret import create_secret
@@ -161,7 +161,7 @@ def nodes_of(order: Order) -> Iterator[tuple[Nodes, str]]:
     `order.grant_s` or Python does not start there.
     """
     name, around = f"liver-doctor-{secrets.token_hex(4)}", os.environ.get("SLURM_JOB_ID", "")
-    count = order.nodes or int(os.environ["SLURM_JOB_NUM_NODES"])
+    count = order.nodes or _nodes_around(os.environ)
     with own_directory(order.runs_directory) as directory:
         step = step_words(order.config, directory)
         words = [*_srun(order, count, name, around), *step.options, *step.python]
@@ -175,6 +175,15 @@ def nodes_of(order: Order) -> Iterator[tuple[Nodes, str]]:
             nodes.close()
             if not around:
                 order.commands.cancel_named(name)
+
+
+def _nodes_around(environment: Mapping[str, str]) -> int:
+    """How many nodes the job has that this process is in; of a heterogeneous one, its first
+    component, which is where a step goes that names none. Raises ConfigError."""
+    for name in ("SLURM_JOB_NUM_NODES", "SLURM_JOB_NUM_NODES_HET_GROUP_0"):
+        if environment.get(name, "").isdecimal():
+            return int(environment[name])
+    raise ConfigError("the job around this process says of no nodes; --nodes N says how many")
 
 
 def _versions_wanted(order: Order) -> dict[str, str]:

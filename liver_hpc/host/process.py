@@ -18,14 +18,15 @@ CORES = "LIVER_CORES"
 
 # What Slurm, a PMI server, Open MPI or MPICH's process manager tell the processes of one launch.
 # Inherited by another one they give it the wrong nodes, ranks and sockets.
-_FOREIGN_PREFIXES = ("SLURM_", "PMI", "OMPI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCAL")
-_KEPT = frozenset({"SLURM_CONF"})
+_FOREIGN_PREFIXES = ("SLURM_", "SRUN_", "PMI", "OMPI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCAL")
+_KEPT = frozenset({"SLURM_CONF", "SLURM_JWT"})
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """`environment` without what belongs to the launch that this process came from.
 
-    SLURM_CONF stays: it says where the cluster is, not who we are in it.
+    SLURM_CONF and SLURM_JWT stay: they say where the cluster is and who the user is, not what we
+    are in it.
     """
     return {
         name: value

@@ -82,17 +82,19 @@ class WrongGated(RightGated):
 def test_layouts_of_every_axis_are_compared_each_at_its_least(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No layout twice that differs in dp alone."""
+    """No layout twice that differs in dp alone; the learning rate is that of the whole run."""
     trained: list[str] = []
 
     def train(config: RunConfig, layout: Layout) -> Trained:
         trained.append(str(layout))
         (count,) = check._alone(config, layout).worker_counts
         assert check._alone(config, layout).allowed_layouts(count) == [layout]
+        assert check._alone(config, layout).schedule.decay_steps == config.train.steps
         return Trained(layout, (1.0, 2.0 + 1e-6 * len(trained)))
 
     monkeypatch.setattr(check, "_train", train)
-    config = run_config(tmp_path, 10, workers={"max": 8}, layouts={
+    schedule = {"warmup_steps": 5, "decay_steps": None}
+    config = run_config(tmp_path, 10, schedule=schedule, workers={"max": 8}, layouts={
         2: [{"dp": 2}, {"pp": 2}, {"cp": 1, "dp": 2}],
         4: [{"pp": 2, "dp": 2}, {"pp": 2, "vpp": 2, "dp": 2}, {"tp": 2, "dp": 2}],
     })  # fmt: skip

@@ -19,9 +19,7 @@ from liver_hpc.cluster.slurm.replies import (
     JOB_FORMAT,
     STEP_FORMAT,
     JobInfo,
-    jobs_of_json,
     jobs_of_lines,
-    speaks_json,
     steps_of_lines,
 )
 from liver_hpc.errors import LiverError
@@ -69,12 +67,13 @@ class ControllerUnreachable(SlurmError):
 @dataclass(frozen=True)
 class PartitionInfo:
     """grace_s: seconds between a preemption's warning and its kill. preempt_mode: "OFF" where
-    jobs are not preempted. nodes: Slurm's node list."""
+    jobs are not preempted. nodes: Slurm's node list. default: jobs that name none come here."""
 
     name: str
     grace_s: float
     preempt_mode: str
     nodes: str
+    default: bool = False
 
 
 _PREFERENCES = ("SQUEUE_", "SINFO_", "SCANCEL_", "SCONTROL_", "SACCT_")
@@ -156,7 +155,6 @@ class SlurmCommands:
         self._clock = clock or SystemClock()
         self._run = run
         self._hosts: dict[str, tuple[str, ...]] = {}
-        self._json = False  # whether squeue is asked for it
 
     def once(self) -> SlurmCommands:
         """The same cluster, nothing repeated."""
@@ -165,10 +163,6 @@ class SlurmCommands:
         return same
 
     # ---- jobs
-
-    def prefer_json(self) -> None:
-        """From now on squeue is asked for JSON, where this Slurm's is as wanted."""
-        self._json = speaks_json(self._call(["scontrol", "--version"]))
 
     def await_squeue(self) -> None:
         """Returns once squeue may be asked again."""
@@ -209,9 +203,6 @@ class SlurmCommands:
         return self._squeue(f"--user={os.geteuid()}", f"--name={name}")
 
     def _squeue(self, *which: str) -> dict[str, JobInfo]:
-        if self._json:
-            printed = self._call(["squeue", "--json", *which], _UNKNOWN_JOB)
-            return jobs_of_json(printed, self.hostnames) if printed.strip() else {}
         asked = ["squeue", "--noheader", *which, f"--format={JOB_FORMAT}"]
         return jobs_of_lines(self._call(asked, _UNKNOWN_JOB), self.hostnames)
 
@@ -254,6 +245,7 @@ class SlurmCommands:
                 grace_s=float(row.get("GraceTime", "0")),
                 preempt_mode=row.get("PreemptMode", "OFF"),
                 nodes=row.get("Nodes", "").replace("(null)", ""),
+                default=row.get("Default") == "YES",
             )
             for row in rows
             if "PartitionName" in row

@@ -1,23 +1,21 @@
-"""Pure: what squeue prints, taken apart: lines in formats that every Slurm knows, and JSON."""
+"""Pure: what squeue prints, taken apart: lines in formats that every Slurm knows. Not JSON: before
+24.05.1 all jobs of the cluster are in it, whichever were asked for, and a Slurm may lack it.
+"""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from liver_hpc.errors import LiverError
 
 JOB_FORMAT = "%A|%i|%T|%r|%e|%N"
 STEP_FORMAT = "%i|%j"  # a name may contain the separator: it comes last
-_JSON_SINCE = (23, 2)
-"""Before this release `squeue --json` had no regard to which jobs were asked for."""
 
 RUNNING = "RUNNING"
 COMPLETING = "COMPLETING"
-_QUEUED = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}
+_QUEUED = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
+_QUEUED |= {"EXPEDITING"}
 _LASTING = {*_QUEUED, "CONFIGURING", RUNNING, COMPLETING, "SUSPENDED", "STOPPED", "SIGNALING"}
 _LASTING |= {"STAGE_OUT", "RESIZING"}
 
@@ -81,12 +79,6 @@ class JobInfo:
         return f"job {self.job_id} is {self.state} on {','.join(self.nodes) or 'no node'}"
 
 
-def speaks_json(version: str) -> bool:
-    """Whether a Slurm of this version, such as "slurm 22.05.8", answers in JSON as wanted here."""
-    found = re.search(r"(\d+)\.(\d+)", version)
-    return found is not None and (int(found[1]), int(found[2])) >= _JSON_SINCE
-
-
 def jobs_of_lines(printed: str, hostnames: Hostnames) -> dict[str, JobInfo]:
     """Jobs by their own id, from lines in JOB_FORMAT. Raises LiverError for other ones."""
     found = [_job_of_line(line, hostnames) for line in printed.splitlines() if line.strip()]
@@ -102,39 +94,6 @@ def _job_of_line(line: str, hostnames: Hostnames) -> JobInfo:
     ends_s = float(end) if end.isdecimal() and int(end) > 0 else None
     het_leader = leader if plus else None
     return JobInfo(job_id, het_leader, state, reason, hostnames(nodes), ends_s)
-
-
-def jobs_of_json(printed: str, hostnames: Hostnames) -> dict[str, JobInfo]:
-    """The same from `squeue --json`. Raises LiverError for what is no such answer."""
-    try:
-        found = [_job_of_json(job, hostnames) for job in json.loads(printed)["jobs"]]
-    except (ValueError, KeyError, TypeError) as error:
-        got = f"{type(error).__name__}: {error}"
-        raise LiverError(f"squeue --json: wanted jobs, got {printed[:80]!r} ({got})") from error
-    return {job.job_id: job for job in found}
-
-
-def _job_of_json(job: Mapping[str, Any], hostnames: Hostnames) -> JobInfo:
-    state = job["job_state"]
-    if not isinstance(state, str):  # 23.11 lists the state and its flags
-        flags = (word for word in (COMPLETING, "CONFIGURING") if word in state)
-        state = next(flags, state[0])
-    leader, ends_s = _number(job["het_job_id"]), _number(job["end_time"])
-    return JobInfo(
-        job_id=str(job["job_id"]),
-        het_leader=str(leader) if leader else None,
-        state=state,
-        reason=job["state_reason"],
-        nodes=hostnames(job["nodes"] or ""),
-        ends_s=float(ends_s) if ends_s else None,
-    )
-
-
-def _number(value: Any) -> int | None:
-    """An optional number: itself, or `{"set": true, "infinite": false, "number": 7}`."""
-    if isinstance(value, dict):
-        return value["number"] if value["set"] and not value["infinite"] else None
-    return int(value)
 
 
 def steps_of_lines(printed: str) -> dict[str, list[str]]:

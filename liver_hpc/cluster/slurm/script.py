@@ -27,8 +27,13 @@ Options = dict[str, str | int | bool]
 
 _PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
 
-# Where sbatch's variable is not called after the option.
-_VARIABLES = {"time": "SBATCH_TIMELIMIT", "no-requeue": "SBATCH_NO_REQUEUE"}
+# Where sbatch's variables are not called after the option, or others speak of the same.
+_MEMORY = tuple(f"SBATCH_MEM_PER_{what}" for what in ("NODE", "CPU", "GPU"))
+_VARIABLES = {
+    "time": ("SBATCH_TIMELIMIT",),
+    "switches": ("SBATCH_REQ_SWITCH", "SBATCH_WAIT4SWITCH"),
+    **dict.fromkeys(("mem", "mem-per-cpu", "mem-per-gpu"), _MEMORY),
+}
 _OPPOSITES = {"requeue": "no-requeue", "no-requeue": "requeue"}
 
 
@@ -140,9 +145,14 @@ def sbatch_environment(
     """
     given = {name for block in options for name in block}
     given |= {_OPPOSITES[name] for name in given if name in _OPPOSITES}
-    # The whole environment goes along: without it neither Python nor a recipe would be found.
-    given |= {"export", "array-inx"}
-    beaten = {_VARIABLES.get(name, f"SBATCH_{name.upper().replace('-', '_')}") for name in given}
+    # The whole environment goes along: without it neither Python nor a recipe would be found. And
+    # no key has a say in which cluster it is, nor may sbatch wait for the job's end.
+    given |= {"export", "array-inx", "clusters", "wait"}
+    beaten = {
+        variable
+        for name in given
+        for variable in _VARIABLES.get(name, (f"SBATCH_{name.upper().replace('-', '_')}",))
+    }
     own = clean_environment(environment)
     return {name: value for name, value in own.items() if name not in beaten}
 

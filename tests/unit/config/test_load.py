@@ -44,6 +44,24 @@ def test_number_without_a_point_before_its_exponent(tmp_path: Path) -> None:
     assert config.model == {"init_std": 0.02}
 
 
+def test_times_and_what_begins_with_0_are_no_numbers(tmp_path: Path) -> None:
+    path = write_minimal(tmp_path)
+    assert "got '4:00:00'" in problem(path, "cluster.timeout_min=4:00:00")
+    given = {"time-min": "1:00:00", "reservation": "0123", "mem": 0}
+    part = "{name: a, options: {time-min: 1:00:00, reservation: 0123, mem: 0}}"
+    config = load_run(path, [f"cluster.slurm.components=[{part}]"])
+    assert config.cluster.slurm.components[0].options == given
+    assert parse_run(dump_run(config)) == config
+
+
+def test_an_override_changes_one_place_alone(tmp_path: Path) -> None:
+    path = write_minimal(tmp_path)
+    notices = "[{at_step: 1, layout: &a {dp: 2}}, {at_step: 2, layout: *a}]"
+    path.write_text(path.read_text() + f"notices: {notices}\n")
+    config = load_run(path, ["notices.0.layout.dp=1"])
+    assert [notice.layout and notice.layout.dp for notice in config.notices] == [1, 2]
+
+
 def test_no_such_file(tmp_path: Path) -> None:
     assert problem(tmp_path / "no.yaml") == f"{tmp_path}/no.yaml: there is no such file"
 
@@ -63,6 +81,8 @@ def test_directory_in_place_of_a_file(tmp_path: Path) -> None:
         ("name: !!python/object:os.system {}\n", "run.yaml:1: not valid YAML"),
         ("? [1, 2]\n: 3\n", "run.yaml:1: not valid YAML"),
         ("a: 1\n---\nb: 2\n", "not valid YAML: but found another document"),
+        ("name: a\x07\n", "not valid YAML: unacceptable character"),
+        pytest.param("a: " + 3000 * "[" + 3000 * "]", "too many", id="deep"),
         ("name: 2024-13-45\n", "not valid YAML: month must be in 1..12"),
         ("name: a\ntrain: {steps: 1}\nname: b\n", ":3: key 'name' is given twice, first in line 1"),
         ("train:\n  steps: 1\n  steps: 2\n", ":3: key 'steps' is given twice, first in line 2"),
@@ -90,7 +110,7 @@ def test_aliases_and_merges_are_not_duplicates(tmp_path: Path) -> None:
 
 
 def test_alias_to_itself_ends(tmp_path: Path) -> None:
-    assert "a: unknown key" in problem(write(tmp_path, "a: &a [*a]\n"))
+    assert "without an end" in problem(write(tmp_path, "a: &a [*a]\n"))
 
 
 # ---- what is wrong with a value
@@ -120,7 +140,11 @@ def test_alias_to_itself_ends(tmp_path: Path) -> None:
         ("handoff.warm_up=maybe", "wanted true or false, got 'maybe'"),
         ("deadlines.boot_s=30s", "wanted a number of seconds, got '30s'"),
         ("deadlines.boot_s=0", "wanted a number more than 0, got 0"),
-        ("deadlines.boot_s=.nan", "wanted a number more than 0, got nan"),
+        ("deadlines.boot_s=.nan", "wanted a finite number, got nan"),
+        ("deadlines.boot_s=.inf", "wanted a finite number, got inf"),
+        ("data.seed=20250131120000", "wanted a number less than 4294967296, got 20250131120000"),
+        ("cluster.slurm.python=foo 'bar", "\"foo 'bar\" is no command line: No closing quotation"),
+        ("cluster.slurm.components=[{name: a, options: {clusters: b}}]", "liver gives --clusters"),
         ("train.steps='10'", "wanted a whole number, got '10'"),
         ("train.steps=true", "wanted a whole number, got True"),
         ("train.steps=", "wanted a whole number, got nothing"),

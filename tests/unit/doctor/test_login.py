@@ -143,6 +143,40 @@ def test_preemption_that_is_not_what_it_looks_like(
     assert found.advice
 
 
+@pytest.mark.parametrize(
+    ("kind", "mode", "level", "told"),
+    [
+        ("none", "GANG", Level.PASS, "preempt/none: no job is preempted"),
+        ("qos", "REQUEUE", Level.PASS, "as their QOS says"),
+        ("partition_prio", "GANG,SUSPEND", Level.WARN, "stops a job's processes"),
+    ],
+)
+def test_what_a_cluster_preempts_by(
+    results: Any, kind: str, mode: str, level: Level, told: str
+) -> None:
+    replies = {
+        "show config": Answer(0, CONFIG.replace("partition_prio", kind)),
+        "show partition": Answer(0, PARTITIONS.replace("CANCEL", mode)),
+    }
+    config = cluster(burst={"partition": "abrupt", "max_nodes": 1})
+    found = results(config, replies)["preemption"]
+    assert found.level is level
+    assert told in found.found
+
+
+def test_a_component_without_a_partition_comes_to_the_default(results: Any) -> None:
+    partitions = PARTITIONS.replace("PreemptMode=OFF", "Default=YES PreemptMode=OFF")
+    parts = [{"name": "main"}, *components(extra="spot")]
+    replies = {"show partition": Answer(0, partitions)}
+    found = results(cluster(components=parts), replies)["preemption"]
+    assert "extra are never preempted: main" in found.found
+
+
+def test_partitions_that_preempt_nobody_give_no_grace_time(results: Any) -> None:
+    found = results(cluster(burst={"partition": "stable,spot", "max_nodes": 1}))["preemption"]
+    assert "stable,spot: REQUEUE with 30 s of grace" in found.found
+
+
 def test_a_grace_time_is_held_against_the_slowest_handoff_of_the_newest_run(
     results: Any, tmp_path: Path
 ) -> None:

@@ -73,23 +73,6 @@ def test_every_command_line(golden: Golden) -> None:
     )
 
 
-def test_a_slurm_that_speaks_json_is_asked_for_it() -> None:
-    asked: list[Sequence[str]] = []
-
-    def run(words: Sequence[str], limit_s: float) -> Answer:
-        asked.append(words)
-        return Answer(0, "slurm 23.11.4\n" if "--version" in words else '{"jobs": []}')
-
-    slurm = SlurmCommands(1.0, 0.0, run=run)
-    slurm.prefer_json()
-    assert slurm.jobs(["12"]) == slurm.named("run-burst-1") == {}
-    assert asked == [
-        ["scontrol", "--version"],
-        ["squeue", "--json", "--jobs=12"],
-        ["squeue", "--json", f"--user={os.geteuid()}", "--name=run-burst-1"],
-    ]
-
-
 def test_what_the_run_file_says_of_burst_nodes_wins() -> None:
     line = burst_options(PAID, PART, Request(2, 60), "run-burst-1", RUN)
     assert [word for word in line if word.startswith("--qos")] == ["--qos=cheap"]

@@ -95,11 +95,16 @@ def test_the_python_of_this_process_runs_the_nodes_too() -> None:
         ("SBATCH_NO_REQUEUE", False),
         ("SBATCH_GPUS_PER_NODE", False),
         ("SBATCH_EXPORT", False),
+        ("SBATCH_MEM_PER_NODE", False),
+        ("SBATCH_MEM_PER_CPU", False),  # not beside the other
+        ("SBATCH_CLUSTERS", False),
+        ("SBATCH_WAIT", False),
         ("SBATCH_ARRAY_INX", False),
     ],
 )
 def test_what_sbatch_starts_from(variable: str, stays: bool) -> None:
-    made = cluster({"name": "main", "partition": "stable", "gpus_per_node": 1})
+    options = {"mem": 0}
+    made = cluster({"name": "m", "partition": "stable", "gpus_per_node": 1, "options": options})
     environment = {variable: "x", "HOME": "/home/me"}
     left = sbatch_environment(environment, job_options(made, RunDirectory(RUN)))
     assert left == (environment if stays else {"HOME": "/home/me"})
