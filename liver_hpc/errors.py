@@ -62,3 +62,18 @@ class CheckpointError(LiverError):
 
 class RequestRefused(LiverError):
     """The coordinator declined an operator's request; the running job is undisturbed."""
+
+
+MODELS_ERRORS = (
+    LiverError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What a model's own code raises where it cannot be laid out so."""

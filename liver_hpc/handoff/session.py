@@ -152,10 +152,10 @@ class Session:
             self.armed.clear()
             if self.store is not None:
                 self.store.close()
-            if self.prepared is not None:
+            if (prepared := self.prepared) is not None:
                 shared = self.shared_groups and self.crosses
                 # In a thread: a backend may take its time, and this one listens.
-                quiet_thread(partial(self.prepared.abort, shared), "abort")
+                quiet_thread(partial(prepared.abort, shared), "abort")
         elif isinstance(message, Arm) and self.aborted is None and self.halted is None:
             self.shared_groups = message.shared_groups
             self.armed.set()

@@ -77,11 +77,13 @@ def serve(line: socket.socket, main: Callable[[list[str]], object]) -> NoReturn:
         data, descriptors, _, _ = socket.recv_fds(line, MAX_ORDER_BYTES, MOST_DESCRIPTORS)
         if not data:
             os._exit(0)
-        order = Order(**json.loads(data))
-        reply = _fork(line, order, descriptors, parent, main)
+        _fork(line, Order(**json.loads(data)), descriptors, parent, main)
         for descriptor in descriptors:
             os.close(descriptor)
-        line.send(json.dumps(asdict(reply)).encode())
+
+
+def _answer(line: socket.socket, reply: Reply) -> None:
+    line.send(json.dumps(asdict(reply)).encode())
 
 
 def _fork(
@@ -90,9 +92,12 @@ def _fork(
     descriptors: list[int],
     parent: int,
     main: Callable[[list[str]], object],
-) -> Reply:
+) -> None:
+    """Forks, and answers. What is forked goes on only once whoever asked has been told of it; it
+    ends where this process does before."""
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
-        return Reply(refused=f"it has {threads} threads")
+        _answer(line, Reply(refused=f"it has {threads} threads"))
+        return
     told, tell = os.pipe()
     may_go, go = os.pipe()
 
@@ -109,16 +114,16 @@ def _fork(
         if between == 0:
             _fork_and_end(tell, child)
         os.waitpid(between, 0)  # from here on the child is the parent's
-        os.write(go, _GO)
         os.write(tell, b"\n")
         pid = int(os.read(told, 32).strip() or b"0")
+        _answer(line, Reply(pid, "" if pid else "it cannot fork a second time"))
+        os.write(go, _GO)
     except OSError as error:
-        return Reply(refused=f"it cannot fork: {error.strerror}")
+        _answer(line, Reply(refused=f"it cannot fork: {error.strerror}"))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for end in (told, tell, may_go, go):
             os.close(end)
-    return Reply(pid) if pid else Reply(refused="it cannot fork a second time")
 
 
 def _fork_and_end(tell: int, child: Callable[[], NoReturn]) -> NoReturn:
@@ -141,7 +146,8 @@ def _child(
 ) -> NoReturn:
     code = _EXIT_FAILED
     try:
-        os.read(may_go, 1)
+        if os.read(may_go, 1) != _GO:  # the warm process has ended, and nobody knows of us
+            os._exit(_EXIT_FAILED)
         os.close(may_go)
         # Not earlier: the end of the process between would have been the parent's.
         end_with_parent(parent)

@@ -47,7 +47,7 @@ from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.cluster.launcher import EXIT_UNHEALTHY, agent_log
 from liver_hpc.cluster.slurm.together import own_agent
 from liver_hpc.config.load import load_run
-from liver_hpc.errors import LiverError
+from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.host.child import Child, Command
 from liver_hpc.host.process import quiet_thread
 from liver_hpc.host.version import version_fault
@@ -184,7 +184,10 @@ class Agent:
 
     def _end_all(self) -> None:
         for check in self._checks:
-            check.end(0.0)
+            try:
+                check.end(0.0)
+            except DeadlineError as error:
+                log.error("%s", error)
         for launch in self._launches.values():
             launch.stop(0)
         for launch in self._launches.values():

@@ -22,7 +22,7 @@ def check_health(
     command: str, log: Path, limit_s: float, begun: Callable[[Child], None] = lambda _child: None
 ) -> None:
     """Runs the command in a shell; what it prints goes to `log`. Raises Unhealthy where it fails,
-    or does not end in time, and then nothing of it is left.
+    or does not end in time, and then nothing of it is left that can be killed.
 
     begun: gets the shell, which whoever cannot wait for its end ends.
     """
@@ -38,8 +38,10 @@ def check_health(
         how = child.how()
     except DeadlineError:
         code, how = -1, f"no end in {limit_s:g} s (deadlines.health_s)"
-    finally:
+    try:
         child.end(0.0)
+    except DeadlineError as error:  # it is stuck in the kernel, as its driver or file system may be
+        code, how = -1, f"{how}; {error}"
     if code != 0:
         said = " | ".join(_last_lines(log)) or "it said nothing"
         raise Unhealthy(

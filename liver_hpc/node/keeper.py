@@ -7,6 +7,7 @@ Slurm then takes the nodes back.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import socket
@@ -33,18 +34,20 @@ log = logging.getLogger(__name__)
 def find_coordinator(run: RunDirectory, limit_s: float = CONNECT_S) -> Channel | None:
     """A channel to the run's coordinator; None where the run is over. Raises LiverError when there
     is none in time."""
-    secret = read_secret(run.secret_path)
+    secret, control_s = read_secret(run.secret_path), run.config().deadlines.control_s
     deadline = Deadline.after(SystemClock(), limit_s, f"the coordinator of {run.path}")
     pause = threading.Event()
     while True:
         try:
             if (at := run.coordinator()) is not None:
-                left_s = max(deadline.remaining_s(), 0.1)
+                left_s = max(min(deadline.remaining_s(), control_s), 0.1)
                 return connect((at.host, at.port), secret, left_s, "the coordinator")
-        except ChannelClosed as error:  # also of a stranger at the port of one that is gone
+        except (LiverError, OSError) as error:
+            # Also of a stranger at the port of one that is gone, and of a file system.
             log.info("no coordinator yet: %s", error)
-        if run.last_outcome() is not None:
-            return None
+        with contextlib.suppress(LiverError, OSError):
+            if run.last_outcome() is not None:
+                return None
         deadline.check()
         pause.wait(min(_RETRY_S, deadline.remaining_s()))
 

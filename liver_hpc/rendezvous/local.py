@@ -132,7 +132,7 @@ class WorkersEnd:
         self._asked: dict[int, Future[StoreReply]] = {}
 
     def send(self, message: AnyMessage, way: Way = Way.ONCE) -> None:
-        """Raises ChannelClosed where the agent is gone."""
+        """Raises ChannelClosed where the agent is gone, or takes nothing, for good then."""
         self.send_bytes(encode(message), way)
 
     def send_bytes(self, data: bytes, way: Way = Way.ONCE) -> None:
@@ -140,6 +140,8 @@ class WorkersEnd:
             with self._sending:
                 self._socket.sendall(Said(data, way).packed())
         except OSError as error:
+            with contextlib.suppress(OSError):  # half a message may have gone
+                self._socket.shutdown(socket.SHUT_RDWR)
             raise ChannelClosed(f"the agent's line: {error.strerror or error}") from error
 
     def ask(self, request: StoreRequest) -> Future[StoreReply]:

@@ -153,10 +153,11 @@ class Snapshots:
         if taking is None or not taking.pending:
             return
         if result.snapshot_failed:
-            assert self._every is not None
             self._end_taking()  # what it has written may be written still, by a peer that is late
             times = self._failures_of(taking.generation).times + 1
-            again = taking.step + self._every * 2 ** (times - 1)
+            # Who has just joined knows nothing of how often "auto" has had them taken.
+            every = 1 if self._wanted in (None, "auto") else self._wanted
+            again = taking.step + every * 2 ** (times - 1)
             self._failures = _Failures(taking.generation, times, again)
             return
         if result.snapshot != members:

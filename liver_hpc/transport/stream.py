@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal, NamedTuple, Protocol
@@ -117,13 +118,27 @@ class Transport:
 
     def _provide(self, steps: Iterable[Step], ends: _Ends) -> None:
         """Makes the pages of as many slots as these steps may need: of those that come first."""
-        staging = self._staging
-        if staging is None or staging.is_cuda:
-            return
-        slots = len([*islice(filter(ends.may_stage, steps), self.num_slots)])
-        used = staging[: slots * self.slot_bytes]
-        if not populate(used.data_ptr(), used.nbytes):
-            used.zero_()
+        with self._using():
+            staging = self._staging
+            if staging is None or staging.is_cuda:
+                return
+            slots = len([*islice(filter(ends.may_stage, steps), self.num_slots)])
+            used = staging[: slots * self.slot_bytes]
+            if not populate(used.data_ptr(), used.nbytes):
+                used.zero_()
+
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        """Encloses what uses staging, which `close` leaves alone meanwhile. Raises TransferError
+        where something else does."""
+        if not self._busy.acquire(blocking=False):
+            raise TransferError("this transport is streaming already")
+        try:
+            yield
+        finally:
+            self._busy.release()
+            if self._closed:
+                self._free_when_idle()
 
     def stream(
         self,
@@ -147,9 +162,7 @@ class Transport:
         name the peer), PlanError when the plan does not fit the state.
         """
         worker = prepared.plan.worker
-        if not self._busy.acquire(blocking=False):
-            raise TransferError(f"worker {worker}: this transport is streaming already")
-        try:
+        with self._using():
             staging = self._staging
             if self._broken or self._closed or staging is None:
                 why = "closed" if self._closed else "broken by an earlier error"
@@ -170,10 +183,6 @@ class Transport:
                     self._wire.abandon()
             self._tags.update(prepared.messages)
             return tally.moved()
-        finally:
-            self._busy.release()
-            if self._closed:
-                self._free_when_idle()
 
     def acknowledge(self, prepared: Prepared, moved: Moved, deadline: Deadline) -> None:
         """After a stream with digests: returns once all receivers have said that they hold what was
@@ -191,8 +200,8 @@ class Transport:
         self._free_when_idle()
 
     def _free_when_idle(self) -> None:
-        """Gives staging back, whoever still refers to it (a traceback, say). While a stream runs
-        this does nothing: the stream calls it at its end."""
+        """Gives staging back, whoever still refers to it (a traceback, say). While something uses
+        it this does nothing: it is called at the end of that."""
         if not self._busy.acquire(blocking=False):
             return
         staging, self._staging = self._staging, None

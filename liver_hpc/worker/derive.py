@@ -17,7 +17,7 @@ from liver_hpc import __version__
 from liver_hpc.config.load import load_run
 from liver_hpc.config.megatron_checkpoint import loaded_checkpoint
 from liver_hpc.config.schema import AUTO, RunConfig
-from liver_hpc.errors import LiverError
+from liver_hpc.errors import MODELS_ERRORS, LiverError
 from liver_hpc.host.files import write_whole
 from liver_hpc.host.version import version_fault
 from liver_hpc.layout.candidates import layouts_to_derive
@@ -49,7 +49,7 @@ def main() -> int:
     from liver_hpc.world.device import open_device
 
     open_device(0)  # before megatron is imported: it brings the stand-in for CUDA
-    from liver_hpc.world.derive import MODELS_ERRORS, Derivation
+    from liver_hpc.world.derive import Derivation
     from liver_hpc.world.groups import install_sentinel
     from liver_hpc.world.megatron import prepare_process
 

@@ -6,6 +6,9 @@ import logging
 import os
 import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 
 from liver_hpc.checkpoint.saving import Saving
 from liver_hpc.clock import Deadline
@@ -20,6 +23,7 @@ from liver_hpc.worker.ranks import PLACE_VARIABLE, rank_environment
 from liver_hpc.worker.refilling import Refilling
 from liver_hpc.world import hollow
 from liver_hpc.world.context import WorkerContext
+from liver_hpc.world.store import ControlStore
 from liver_hpc.world.untouched import Kept
 from liver_hpc.world.world import World
 
@@ -61,6 +65,7 @@ class WorldHolder:
         # Set while there is a world to hand off from: neither in `begin` nor in a rebuild.
         self._stands = threading.Event()
         self._making: World | None = None  # that is not connected, filled or committed yet
+        self._store: ControlStore | None = None  # in which it meets the others
         self._abandoned = NO_WORLD  # the generation of one that is to be built again
         self._kept = Kept()  # memory of what was let go
         self._refilling: Refilling | None = None
@@ -96,12 +101,21 @@ class WorldHolder:
         self._making = world
         if context.config.handoff.warm_up and kept is None:
             world.warm_up(again=context.config.handoff.warm_up_again)
-        store = context.open_store()
-        try:
-            connect_groups(context, world, store)
-        finally:
-            store.close()
+        with self._meeting() as store:
+            connect_groups(context, world, store, check=self._check_halt)
+        self._check_halt()
         return world
+
+    @contextmanager
+    def _meeting(self) -> Iterator[ControlStore]:
+        """A store to meet others in, which a Halt closes. Raises WorldHalted."""
+        self._store = store = self._context.open_store()
+        try:
+            self._check_halt()
+            yield store
+        finally:
+            self._store = None
+            store.close()
 
     def _stand(self, world: World) -> None:
         """What was made is the world that trains next."""
@@ -137,7 +151,7 @@ class WorldHolder:
         over all that have a seat in it, or give a snapshot. Raises LeftWorld where this one has no
         seat, once all have what it was to give; whatever else it raises calls for `let_go`."""
         context, generation = self._context, message.generation
-        self._refilling = refilling = Refilling(context, message)
+        self._refilling = refilling = Refilling(context, message, self._meeting, self._check_halt)
         self.proceed.clear()
         self._check_halt()
         self._tell_again(message)
@@ -171,33 +185,39 @@ class WorldHolder:
         """The coordinator wants a world let go, whatever the training thread does in it; from the
         control thread."""
         self._halting = max(self._halting, message.generation)
+        if (session := self.session) is not None:
+            session.deliver(message)
         self._told_to_halt.set()
-        if self.session is not None:
-            self.session.deliver(message)
-        quiet_thread(self._break, "halt")  # a backend may take its time
+        # A backend may take its time.
+        quiet_thread(partial(self._break, message.generation), "halt")
 
-    def _break(self) -> None:
-        """Frees the training thread from what it waits for."""
-        for world in (self._world, self._making):
-            if world is not None:
+    def _break(self, generation: int) -> None:
+        """Frees the training thread from what it waits for in worlds up to `generation`: those that
+        it has, or is making. What it begins to wait for after that begins with `_check_halt`."""
+        making, refilling, store = self._making, self._refilling, self._store
+        # In this order: what was being made may have become the world meanwhile.
+        for world in (making, self._world):
+            if world is not None and world.generation <= generation:
                 world.book.abort(shared=True)
-        if self._refilling is not None:
-            self._refilling.close()
+        if self._generation > generation:
+            return
+        if store is not None:
+            store.close()
+        if refilling is not None:
+            refilling.close()
         self._snapshots.interrupt()
         self.proceed.set()
 
     def _check_halt(self) -> None:
-        if self._refilling is not None and self._halting >= self._refilling.generation:
+        """Raises WorldHalted where the world that is, or is being made, is to be let go."""
+        if self._halting >= self._generation:
             raise WorldHalted("another worker was lost meanwhile")
 
     @property
     def _generation(self) -> int:
         """Of the world that trains, is to, or is to be built again."""
-        known = [each.generation for each in (self._world, self._making) if each is not None]
-        known.append(self._abandoned)
-        if self._refilling is not None:
-            known.append(self._refilling.generation)
-        return max(known)
+        known = (self._making, self._refilling, self._world)
+        return max(self._abandoned, *(each.generation for each in known if each is not None))
 
     @property
     def can_let_go(self) -> bool:
@@ -215,7 +235,7 @@ class WorldHolder:
         if self._halting < generation:
             context.send(m.Broken(worker=context.worker, generation=generation, reason=why))
         self._await_halt(generation, self._limits.word_s, f"word after {why}")
-        self._break()
+        self._break(self._halting)
         self._snapshots.halt()
         self._saving.halt()
         self._clear_all()
@@ -262,6 +282,9 @@ class WorldHolder:
                 if preparing.is_alive():
                     log.warning("PREPARE of generation %d has not ended yet", session.generation)
             if session.prepared is not None:
+                session.prepared.abort(
+                    shared=True
+                )  # as the thread does that may not have come so far
                 if self._making is session.prepared.world:
                     self._making = None
                 session.prepared.drop()  # but what is still written to

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -15,6 +17,7 @@ from liver_hpc.transport.stream import Transport
 from liver_hpc.transport.wire import group_wire
 from liver_hpc.world.context import WorkerContext
 from liver_hpc.world.groups import end
+from liver_hpc.world.store import ControlStore
 from liver_hpc.world.world import World
 
 
@@ -22,10 +25,20 @@ class Refilling:
     """One worker's part in it. To be closed once all workers have filled the world, not before:
     NCCL's last bytes may still be here when the device has done its part."""
 
-    def __init__(self, context: WorkerContext, message: m.Refill) -> None:
+    def __init__(
+        self,
+        context: WorkerContext,
+        message: m.Refill,
+        meeting: Callable[[], AbstractContextManager[ControlStore]],
+        check: Callable[[], None],
+    ) -> None:
+        """meeting: a store to meet the others in. check: raises where this is to end; what `close`
+        has not seen is closed then."""
         self.generation = message.generation
         self._context = context
         self._message = message
+        self._meeting = meeting
+        self._check = check
         self._backend: Any = None
         self._transport: Transport | None = None
 
@@ -48,20 +61,19 @@ class Refilling:
         refill = Refill(spec, Layout.parse(message.saved), message.holders, rank_map)
         members = sorted({*rank_map.workers, *message.holders})
         limit_s = context.config.limits.transfer_s
-        store = context.open_store()
-        try:
+        with self._meeting() as store:
             self._backend = context.network.open_backend(
                 PrefixStore(f"g{self.generation}/refill", store),
                 members.index(context.worker),
                 len(members),
                 limit_s,
                 f"workers {members}",
+                self._check,
             )
-        finally:
-            store.close()
         ranks = {member: rank for rank, member in enumerate(members)}
         wire = group_wire(self._backend, ranks, device.torch_device)
         transport = self._transport = Transport(wire, spec, context.config.handoff)
+        self._check()
         deadline = Deadline.after(context.clock, limit_s, "the bytes of snapshots")
         state = None if world is None else world.state
         # The digest of all shares speaks for what crosses, but for parameters that are cast.

@@ -18,7 +18,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from liver_hpc.config.load import load_run
-from liver_hpc.errors import ConfigError
+from liver_hpc.errors import MODELS_ERRORS, ConfigError
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.recipes.base import Recipe, load_recipe, put_first_on_path
 from liver_hpc.recipes.specs import Answer
@@ -147,7 +147,7 @@ def main() -> int:
 
     device = open_device(0)  # before megatron is imported: it brings the stand-in for CUDA
 
-    from liver_hpc.world.derive import MODELS_ERRORS, Derivation
+    from liver_hpc.world.derive import Derivation
     from liver_hpc.world.groups import install_sentinel, lone_store
     from liver_hpc.world.megatron import prepare_process
     from liver_hpc.world.world import World

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -29,6 +30,9 @@ from liver_hpc.world.untouched import Kept
 from liver_hpc.world.world import Flags, StepResult, World
 
 log = logging.getLogger(__name__)
+
+_LOOKS_S = 0.1
+"""How often who waits for a world to stand looks whether the attempt has been called off."""
 
 
 class Trainer(WorldHolder):
@@ -286,6 +290,8 @@ class Trainer(WorldHolder):
 
     def _prepare(self, session: Session) -> None:
         """Runs PREPARE in the calling thread, and answers Prepared or Failed."""
+        # The thread that has started this one takes none, nor would a compiler of this one's.
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self._context.device.enter()
         try:
             session.prepared = prepare(session, self._source_of(session))
@@ -304,9 +310,12 @@ class Trainer(WorldHolder):
         ABORT. None on a joiner."""
         if not session.is_source:
             return None
-        limit_s = self._limits.prepare_s
-        if not self._stands.wait(limit_s):
-            raise DeadlineError(f"waited {limit_s:g} s for the source world to stand")
+        limit_s, clock = self._limits.prepare_s, self._context.clock
+        deadline = Deadline.after(clock, limit_s, "the source world to stand")
+        while not self._stands.wait(min(_LOOKS_S, deadline.remaining_s())):
+            session.check()
+            deadline.check()
+        session.check()
         return self._world
 
     def _drop(self, session: Session) -> None:
@@ -315,13 +324,17 @@ class Trainer(WorldHolder):
 
         def clear_up() -> None:
             self._context.device.enter()
-            if session.preparing is not None:
-                session.preparing.join(self._limits.prepare_s)
-            if session.prepared is not None:
-                session.prepared.drop()
-            self._context.send(
-                m.Aborted(worker=self._context.worker, generation=session.generation)
-            )
+            try:
+                if session.preparing is not None:
+                    session.preparing.join(self._limits.prepare_s)
+                if session.prepared is not None:
+                    session.prepared.drop()
+            except FAILURES as error:
+                why = f"{type(error).__name__}: {error}"
+                self._fail(session.generation, "what PREPARE made cannot be let go", why)
+            else:
+                worker, generation = self._context.worker, session.generation
+                self._context.send(m.Aborted(worker=worker, generation=generation))
 
         quiet_thread(clear_up, "drop")
 
@@ -398,6 +411,7 @@ class Trainer(WorldHolder):
             held = source.abandon()
             self._stands.clear()
             self._world, self._abandoned = None, source.generation
+        session.prepared.abort(session.shared_groups)  # which a thread does that may be late
         session.prepared.drop()
         session.prepared = None
         self._context.send(

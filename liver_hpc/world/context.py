@@ -8,23 +8,13 @@ from pathlib import Path
 
 from liver_hpc.clock import Clock
 from liver_hpc.config.schema import RunConfig
-from liver_hpc.errors import LiverError
+from liver_hpc.errors import MODELS_ERRORS
 from liver_hpc.protocol.messages import FromWorker
 from liver_hpc.recipes.base import Recipe
 from liver_hpc.world.device import Device, Network
 from liver_hpc.world.store import ControlStore
 
-FAILURES = (
-    LiverError,
-    RuntimeError,
-    AssertionError,
-    MemoryError,
-    ValueError,
-    TypeError,
-    LookupError,
-    ArithmeticError,
-    OSError,
-)
+FAILURES = (*MODELS_ERRORS, MemoryError, OSError)
 """Errors of work on a world that the worker survives."""
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from liver_hpc.errors import LiverError, PlanError
+from liver_hpc.errors import MODELS_ERRORS, PlanError
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.tensors import Chunks, First, ModelSpec, TensorSpec, pipeline
 from liver_hpc.recipes.base import BuildContext, Recipe
@@ -42,17 +42,6 @@ from liver_hpc.world.sharded import (
     whole_of,
 )
 from liver_hpc.world.shares import differences, is_share, split_of
-
-MODELS_ERRORS = (
-    LiverError,
-    ArithmeticError,
-    AssertionError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""What a model's own code raises where it cannot be laid out so."""
 
 _generations = itertools.count(-2, -1)
 """Of groups that no world has: their names are in use once a process."""

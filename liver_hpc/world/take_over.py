@@ -45,7 +45,6 @@ def take_over(target: World, source: World) -> Taken:
     held, theirs_held = (optimizer.holdings(world.optimizers) for world in (target, source))
     low_precision = not target.recipe.spec.main_is_parameter
     taken: set[tuple[str, int]] = set()
-    addresses: set[int] = set()
     for chunk, mine in _buffers(target):
         indices = _indices(mine, target)
         theirs = theirs_by_tensors.get(indices)
@@ -53,17 +52,15 @@ def take_over(target: World, source: World) -> Taken:
             continue
         if not _same_places(mine, theirs):
             continue
+        _spare(theirs.param_data, target)
         _point_buffer(mine, theirs.param_data, chunk, target)
-        addresses.add(theirs.param_data.untyped_storage().data_ptr())
         taken |= {(PARAMETER, index) for index in indices}
         for index in indices:
             mine_of = held.get(target.tensors[index], optimizer.NOTHING)
             theirs_of = theirs_held.get(source.tensors[index], optimizer.NOTHING)
-            for kind, address in _take_optimizer_state(mine_of, theirs_of, low_precision):
+            for kind in _take_optimizer_state(mine_of, theirs_of, low_precision, target):
                 taken.add((kind, index))
-                addresses.add(address)
     target.refresh_state()
-    target.taken = frozenset(addresses)
     return Taken(frozenset(taken))
 
 
@@ -129,18 +126,25 @@ def _shards(world: World) -> Iterator[torch.Tensor]:
                 yield from (shard for shard in group if shard is not None)
 
 
+def _spare(memory: torch.Tensor, target: World) -> None:
+    """Before the target is pointed at some memory: it is not freed with it, whatever fails next."""
+    target.taken |= {memory.untyped_storage().data_ptr()}
+
+
 def _take_optimizer_state(
-    mine: Holding, theirs: Holding, low_precision: bool
-) -> Iterator[tuple[str, int]]:
+    mine: Holding, theirs: Holding, low_precision: bool, target: World
+) -> Iterator[str]:
     """Takes a tensor's moments over, and its main copy in low precision, where both worlds hold the
-    same interval of it; yields kinds, with the addresses of their memory."""
+    same interval of it; yields their kinds."""
     if mine.main is None or theirs.main is None or mine.interval != theirs.interval:
         return
     for kind in MOMENTS:
+        _spare(theirs.state[kind], target)
         mine.state[kind].untyped_storage().resize_(0)
         mine.state[kind] = theirs.state[kind]
-        yield kind, theirs.state[kind].untyped_storage().data_ptr()
+        yield kind
     if low_precision:
+        _spare(theirs.main, target)
         mine.main.untyped_storage().resize_(0)
         mine.main.data = theirs.main.data
-        yield MAIN, theirs.main.untyped_storage().data_ptr()
+        yield MAIN

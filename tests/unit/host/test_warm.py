@@ -14,9 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.host import warm as warm_module
 from liver_hpc.host.child import Child, Command, new_mark
 from liver_hpc.host.marks import marked_processes
 from liver_hpc.host.warm import ForkRefused, WarmProcess
@@ -229,6 +231,7 @@ def test_all_that_it_has_started_ends_with_it_and_the_warm_process_does_not(made
 def test_a_warm_process_that_is_killed_takes_no_worker_with_it(made: Warm) -> None:
     warm = ready(made.start())
     child = made.fork(warm)
+    made.note()
     warm.send_signal(signal.SIGKILL)
     assert warm.wait(SOON_S) == 128 + signal.SIGKILL
     assert not ends(child.pid, 0.3)
@@ -279,3 +282,19 @@ def test_when_the_parent_is_killed_nothing_is_left(tmp_path: Path) -> None:
         parent.kill()
         assert ends(warm)
         assert ends(forked)
+
+
+def test_what_is_forked_does_nothing_where_nobody_knows_of_it(made: Warm) -> None:
+    """Whoever asked has gone on without it, and would have two."""
+    warm = ready(made.start())
+    warm.line.settimeout(0.1)
+    warm.send_signal(signal.SIGSTOP)
+    with pytest.raises(ForkRefused):
+        made.fork(warm)
+    warm.line.close()
+    with warm_module._taking_orphans_in():
+        warm.send_signal(signal.SIGCONT)
+        assert ends(warm.pid)
+        forked = [each for each in psutil.Process().children() if each.pid != warm.pid]
+        assert [each.wait(SOON_S) for each in forked] == [1]
+    assert not (made.directory / "note").exists()

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from liver_hpc.errors import DeadlineError
+from liver_hpc.host.child import Child
 from liver_hpc.host.marks import marked_processes
 from liver_hpc.node.health import Unhealthy, check_health
 
@@ -37,3 +39,16 @@ def test_a_check_that_does_not_end_is_killed(
     with pytest.raises(Unhealthy, match=r"\(no end in 0.5 s \(deadlines.health_s\)\): waits"):
         check_health("echo waits; setsid sleep 60", tmp_path / "health-a0.log", 0.5)
     assert marked_processes("LIVER_TEST_MARK", mark) == []
+
+
+def test_a_check_that_cannot_be_killed_is_a_node_that_is_not_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(child: Child, limit_s: float) -> list[int]:
+        ended(child, limit_s)
+        raise DeadlineError("process 7 is stuck in the kernel")
+
+    ended = Child.end
+    monkeypatch.setattr(Child, "end", end)
+    with pytest.raises(Unhealthy, match=r"no end in 0\.1 s .*; process 7 is stuck in the kernel"):
+        check_health("sleep 60", tmp_path / "health-a0.log", 0.1)

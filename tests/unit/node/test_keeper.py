@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -108,3 +109,26 @@ def test_a_stranger_in_its_place_is_no_coordinator(
     create_secret(run_directory / "secret")
     with pytest.raises(LiverError):
         keep(run_directory, "7", limit_s=5.0)
+
+
+def test_one_that_does_not_answer_keeps_it_from_no_other(
+    run_directory: Path, server: ControlServer
+) -> None:
+    """Nor does a file that cannot be read now."""
+    config = minimal(deadlines={"coordinator_s": COORDINATOR_S, "control_s": 0.3})
+    (run_directory / "run.yaml").write_text(dump_run(config))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        here = dict(zip(("host", "port"), silent.getsockname(), strict=True))
+        write_private_json(run_directory / COORDINATOR_FILE, {**here, "pid": 1})
+        kept = Kept(run_directory)
+        assert not kept.ended.wait(0.5)
+        (run_directory / COORDINATOR_FILE).unlink()
+        (run_directory / COORDINATOR_FILE).mkdir()
+        assert not kept.ended.wait(0.5)
+        (run_directory / COORDINATOR_FILE).rmdir()
+        announce(run_directory, server)
+        assert not kept.ended.wait(2 * COORDINATOR_S)
+        Outcome("finished", "", 3).write(run_directory)
+        server.close()
+        assert kept.ended.wait(2.0)
+    assert kept.how is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -123,3 +124,16 @@ def test_each_end_notices_the_end_of_the_other() -> None:
     with pytest.raises(ChannelClosed):
         answer.result(0.0)
     ends.worker.close()
+
+
+def test_after_half_a_message_nothing_follows(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent would take it for the other half."""
+    stalled = struct.pack("ll", 0, 100_000)
+    ends.worker._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, stalled)
+    with pytest.raises(ChannelClosed):
+        ends.worker.send_bytes(bytes(1 << 22))
+    assert ends.agent.read() == []
+    with pytest.raises(ChannelClosed, match="Broken pipe"):
+        ends.worker.send(PROCEED)
+    while not ends.agent.ended:
+        assert ends.agent.read() == []

@@ -528,3 +528,16 @@ def test_the_state_is_that_of_one_boundary_of_one_world() -> None:
         assert {each.scalars for each in state._snapshots} == {told.scalars}
         assert [each.rank for each in state._snapshots] == [0, 1]
     assert not one.snapshots.state(model, 1, new.scalars, None)._snapshots
+
+
+def test_after_a_failure_who_has_just_joined_opens_the_next_exchange_where_all_do() -> None:
+    """It does not know how often the others had them taken before it came."""
+    again = []
+    for before in (1, 5):
+        one = of_a_pair("auto")
+        one.snapshots._every = before
+        one.begin()
+        one.cross(fails="the link is down")
+        one.agree(one.flag(), NOT_YET)
+        again.append(one.snapshots._failures.again)
+    assert again == [1, 1]

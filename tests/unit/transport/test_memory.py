@@ -166,3 +166,24 @@ def test_a_message_that_is_one_run_of_bytes_is_not_staged(
     slots = [2, 2, *((1, 2) if worker == 0 else (2, 1)), 1]
     assert there == [(start, each * 256) for each in slots]
     assert all(start <= address < start + 2048 for address in where[1:])
+
+
+def test_closed_while_its_pages_come_to_be_it_gives_staging_back_after_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A Halt closes from another thread, while PREPARE or a refill writes there."""
+    transport = MemoryExchange().transport(0, TIED, HandoffSection())
+    staging = transport._staging
+    assert staging is not None
+    there: list[int] = []
+
+    def populate(_address: int, _bytes: int) -> bool:
+        transport.close()
+        there.append(staging.untyped_storage().nbytes())
+        return False
+
+    monkeypatch.setattr(stream, "populate", populate)
+    box = Box(0, 1, 0, 1)
+    transport.prepare(TransferPlan(0, (Move(0, PARAMETER, box, 0, 1),), (), ()))
+    assert there == [staging.numel()]
+    assert staging.untyped_storage().nbytes() == 0

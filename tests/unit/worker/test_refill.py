@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +14,16 @@ import pytest
 import torch
 
 from liver_hpc.clock import SystemClock
+from liver_hpc.errors import LiverError
+from liver_hpc.handoff.session import WorldHalted
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol import messages as m
-from liver_hpc.worker import holder
+from liver_hpc.worker import holder, refilling
 from liver_hpc.worker.holder import LeftWorld, WorldHolder
+from liver_hpc.worker.trainer import Trainer
 from liver_hpc.world.context import WorkerContext
 from liver_hpc.world.device import Device
+from liver_hpc.world.store import ControlStore
 from tests.unit.config.runs import minimal
 
 GENERATION, WORKER = 4, 1
@@ -27,7 +33,7 @@ SCALARS = m.ScalarState(step=3, consumed_samples=24, optimizer_step=3, loss_scal
 class Filling:
     """In the place of `Refilling`: nothing crosses."""
 
-    def __init__(self, _context: WorkerContext, message: m.Refill) -> None:
+    def __init__(self, _context: WorkerContext, message: m.Refill, *_calls: Any) -> None:
         self.generation, self.closed = message.generation, False
 
     def run(self, _world: Any, _held: Any) -> m.Refilled:
@@ -113,3 +119,85 @@ def test_connections_stay_until_all_workers_hold_what_they_should(
     else:
         assert isinstance(keeper.outcome, LeftWorld)
         assert keeper.outcome.generation == GENERATION
+
+
+# ---- another one is lost meanwhile
+
+
+class Connecting:
+    """A network that waits in the store for who is gone, as gloo does. The store's answers never
+    come."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+
+    def open_backend(
+        self, store: Any, _rank: int, _size: int, timeout_s: float, *_rest: Any
+    ) -> Any:
+        self.begun.set()
+        store.get("the address of who is gone")
+
+
+class Building(Holder):
+    """It stands still while its world is built, or connects for real."""
+
+    def __init__(self, network: Any, build: Callable[[], None]) -> None:
+        super().__init__()
+        self._context = replace(
+            self._context,
+            network=network,
+            open_store=lambda: ControlStore(lambda _: Future(), 60.0),
+        )
+        self.build = build
+
+    def _build(self, rank_map: RankMap, generation: int, kept: Any = None) -> Any:
+        self.build()
+        return super()._build(rank_map, generation, kept)
+
+
+@pytest.mark.parametrize("where", ["building", "connecting"])
+def test_a_halt_ends_a_refill_wherever_it_is(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits for the one that is lost now would wait for minutes."""
+    network, halted = Connecting(), threading.Event()
+
+    def build() -> None:
+        if where == "building":
+            network.begun.set()
+            assert halted.wait(10)
+
+    monkeypatch.setattr(refilling, "Refill", lambda *_: None)
+    one = Building(network, build)
+    one.said.set()
+    thread = one.refill_beside(refill_of(0, WORKER))
+    assert network.begun.wait(10)
+    one.halt(m.Halt(generation=GENERATION, reason="worker 0 is lost"))
+    halted.set()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert isinstance(one.outcome, LiverError)
+
+
+def test_what_frees_one_round_leaves_the_next_one_alone(keeper: Holder) -> None:
+    """The thread that frees what waits may come late."""
+    thread = keeper.refill_beside(refill_of(0, WORKER))
+    filling: Any = keeper._refilling
+    keeper._break(GENERATION - 1)
+    thread.join(0.2)
+    assert thread.is_alive()
+    assert not filling.closed
+    keeper.halt(m.Halt(generation=GENERATION, reason="worker 0 is lost"))
+    thread.join(10)
+    assert isinstance(keeper.outcome, WorldHalted)
+    assert filling.closed
+
+
+def test_who_waits_for_a_world_to_prepare_beside_hears_that_it_is_off() -> None:
+    trainer = Trainer(Holder()._context)
+    told = m.Halt(generation=GENERATION, reason="worker 0 is lost")
+
+    def check() -> None:
+        raise WorldHalted(told.reason)
+
+    session: Any = SimpleNamespace(is_source=True, check=check)
+    with pytest.raises(WorldHalted):
+        trainer._source_of(session)
