@@ -257,10 +257,13 @@ class Trainer(WorldHolder):
             self._save(self._context.checkpoints)
 
     def _is_due(self, unsaved: range, wanted: bool) -> bool:
-        every = self._context.config.checkpoint.every_steps
-        if every is None or every == "auto":
-            return wanted
-        return any(step % every == 0 for step in unsaved)
+        config = self._context.config
+        every, last = config.checkpoint.every_steps, config.train.steps
+        if every is None:
+            return False
+        if last in unsaved:  # whatever the interval: it is what the run was for
+            return True
+        return wanted if every == "auto" else any(step % every == 0 for step in unsaved)
 
     def _save(self, directory: Path) -> None:
         assert self._world is not None
