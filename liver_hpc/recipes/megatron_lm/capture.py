@@ -29,10 +29,10 @@ from liver_hpc.config.schema import TrainSection
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.ramp import batch_of, step_of
-from liver_hpc.recipes.megatron_lm import checkout
+from liver_hpc.recipes.megatron_lm import checkout, validation
 from liver_hpc.recipes.megatron_lm.arguments import agreement, judged, without_layout
 from liver_hpc.recipes.megatron_lm.options import ScriptOptions
-from liver_hpc.recipes.megatron_lm.owned import ramp_of, steps_of
+from liver_hpc.recipes.megatron_lm.owned import ramp_of
 from liver_hpc.recipes.megatron_lm.words import number_of
 from liver_hpc.world import cpu_shim, module_globals, thread
 
@@ -49,7 +49,6 @@ _KEPT_QUIET = (
 _GIVEN = "_GLOBAL_"
 """How the names of Megatron's global variables begin."""
 _CAPTURED = "__captured__"
-_ARCHITECTURE = "get_device_arch_version"
 
 
 class _Reached(BaseException):
@@ -99,10 +98,7 @@ class Script:
         for module in (self.variables, num_microbatches_calculator, rerun_state_machine):
             module_globals.answer_per_world(module)
         vars(self.arguments)["_print_args"] = lambda *_args: None
-        if not torch.cuda.is_available():
-            self._name_an_architecture()
-        self._defaults: dict[str, Any] = {}
-        self._note_defaults()
+        self._defaults = validation.take_over(self.arguments)
 
     def at(self, layout: Layout) -> Captured:
         """Runs the script, where that has not been done for the layout. Not collective.
@@ -148,22 +144,6 @@ class Script:
         if problems:
             raise ConfigError(*(f"model.args: {problem}" for problem in problems))
 
-    def _name_an_architecture(self) -> None:
-        """Of the newest kind: Megatron-LM asks older devices for settings that order streams."""
-        for module in (self.arguments, importlib.import_module("megatron.training.utils")):
-            if hasattr(module, _ARCHITECTURE):
-                setattr(module, _ARCHITECTURE, lambda: 10)
-
-    def _note_defaults(self) -> None:
-        """Notes what the script has Megatron take where the job's words say nothing."""
-        plain = self.arguments.validate_args
-
-        def validate_args(args: Any, defaults: Any = None, **options: Any) -> Any:
-            self._defaults = dict(defaults or {})
-            return plain(args, self._defaults, **options)
-
-        self.arguments.validate_args = validate_args
-
     def captured_of(self, groups: Any) -> Captured:
         """What was captured for a world."""
         captured: Captured = module_globals.namespace_of(groups, self.variables)[_CAPTURED]
@@ -194,11 +174,7 @@ class Script:
                 self.arguments.validate_args(args, dict(given.get("args_defaults") or {}))
                 mine["set_global_variables"](args)
         args = mine[f"{_GIVEN}ARGS"]
-        if not args.eval_iters and not args.eval_interval:
-            args.eval_interval = args.train_iters  # which it divides by all the same
-        if args.train_samples:  # which pretrain would do next
-            size, ramp = args.global_batch_size, args.rampup_batch_size
-            args.train_iters = steps_of(args.train_samples, size, ramp)
+        validation.complete(args)
         unknown = [
             name
             for name in ("process_non_loss_data_func", "non_loss_data_func")

@@ -1,0 +1,46 @@
+"""Megatron-LM's `validate_args`, for what it asks of a plain job alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from liver_hpc.recipes.megatron_lm.owned import steps_of
+
+_EVAL_BATCH = "eval_global_batch_size"
+
+
+def take_over(arguments: Any) -> dict[str, Any]:
+    """Puts one in the place of that of `megatron.training.arguments` which takes any layout on any
+    device. Returns what will be noted there: what the script has Megatron take where the job's
+    words say nothing.
+
+    The architecture is said to be of the newest kind: with tp or cp Megatron-LM asks older devices
+    for CUDA_DEVICE_MAX_CONNECTIONS=1, which orders streams for its overlap, and with which a
+    handoff may wait for itself. Nothing else that a run can have is decided by it there.
+    """
+    plain, noted = arguments.validate_args, dict[str, Any]()
+    arguments.get_device_arch_version = lambda: 10
+
+    def validate_args(args: Any, defaults: Any = None, **options: Any) -> Any:
+        noted.clear()
+        noted.update(defaults or {})
+        # From 0.18 on that batch must be shared evenly, which ours need not be: 0 always is.
+        is_training_s = getattr(args, _EVAL_BATCH, 0) is None
+        if is_training_s:
+            setattr(args, _EVAL_BATCH, 0)
+        validated = plain(args, noted, **options)
+        if is_training_s:
+            setattr(args, _EVAL_BATCH, args.global_batch_size)
+        return validated
+
+    arguments.validate_args = validate_args
+    return noted
+
+
+def complete(args: Any) -> None:
+    """What pretrain would do next with validated arguments."""
+    if args.train_samples:
+        size, ramp = args.global_batch_size, args.rampup_batch_size
+        args.train_iters = steps_of(args.train_samples, size, ramp)
+    if not args.eval_iters and not args.eval_interval:
+        args.eval_interval = args.train_iters  # which it divides by all the same
