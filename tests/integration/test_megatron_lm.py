@@ -16,6 +16,7 @@ from liver_hpc.config.schema import RampupSection, RunConfig
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.ramp import batch_of
 from liver_hpc.recipes.completion import load_users_run
+from liver_hpc.recipes.megatron_lm.checkout import core_release
 from liver_hpc.recipes.specs import derive_spec
 from liver_hpc.report.store import RunRecords, read_run
 from tests.integration.elastic import losses
@@ -151,8 +152,10 @@ def test_handoffs_change_neither_losses_nor_validation(
 
 
 @pytest.mark.long
-def test_handoffs_during_a_ramp_up_of_the_batch(config: Config) -> None:
+def test_handoffs_during_a_ramp_up_of_the_batch(config: Config, megatron_lm: Path) -> None:
     """The script's loss, of batches of 2, 3, ... samples; validation has 8."""
+    if (core_release(megatron_lm) or "0.16") >= "0.18":
+        pytest.skip("megatron-core takes no notice of --rampup-batch-size from 0.18 on")
     words = WORDS.replace(f"--train-iters {ENDLESS}", f"--train-samples {8 * ENDLESS}")
     words = words.replace("--lr-decay-iters 1000", "--lr-decay-samples 600 --lr-warmup-samples 9")
     words += " --rampup-batch-size 2 1 90"

@@ -140,6 +140,7 @@ class Script:
         unset = {name for name, value in parsed.items() if value is None}
         parsed |= {name: self._defaults[name] for name in unset & self._defaults.keys()}
         problems = judged(parsed, plain)
+        problems += validation.refused(captured.args)
         problems += agreement(self._words, vars(captured.args))
         if problems:
             raise ConfigError(*(f"model.args: {problem}" for problem in problems))

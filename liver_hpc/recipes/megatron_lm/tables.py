@@ -165,7 +165,7 @@ REFUSED = (
     Group("the global batch of a step is the same in every layout, and grows linearly alone",
           """decrease_batch_size_if_needed step_batch_size_schedule
           phase_transition_iterations iterations_to_skip result_rejected_tracker_filename""",
-          "--rampup-batch-size"),
+          "--rampup-batch-size, which megatron-core has before 0.18"),
     Group("parameters are sharded in another way than handoffs move them",
           """*fsdp*
           data_parallel_sharding_strategy outer_dp_sharding_strategy gradient_reduce_div_fusion

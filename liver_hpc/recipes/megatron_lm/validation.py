@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from megatron.core import num_microbatches_calculator
+
 from liver_hpc.recipes.megatron_lm.owned import steps_of
 
 _EVAL_BATCH = "eval_global_batch_size"
+_RAMP = "RampupBatchsizeNumMicroBatchesCalculator"
 
 
 def take_over(arguments: Any) -> dict[str, Any]:
@@ -44,3 +48,20 @@ def complete(args: Any) -> None:
         args.train_iters = steps_of(args.train_samples, size, ramp)
     if not args.eval_iters and not args.eval_interval:
         args.eval_interval = args.train_iters  # which it divides by all the same
+
+
+def refused(args: Any) -> list[str]:
+    """What cannot be had of validated arguments with this megatron-core, or where it runs."""
+    problems = []
+    if args.rampup_batch_size and not hasattr(num_microbatches_calculator, _RAMP):
+        problems.append(
+            "--rampup-batch-size: megatron-core takes no notice of it from 0.18 on, so the plain "
+            f"job trains with batches of {args.global_batch_size} from its first step; leave it out"
+        )
+    local = torch.version.cuda is None and args.transformer_impl == "local"
+    if args.reset_attention_mask and local:
+        problems.append(
+            "--reset-attention-mask: not supported without CUDA, where a token sees all before it "
+            "in its sample; leave it out"
+        )
+    return problems

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
-from liver_hpc.recipes.megatron_lm import validation
+from liver_hpc.world.cpu_shim import import_only_triton
+
+with import_only_triton():
+    from liver_hpc.recipes.megatron_lm import validation
 
 MEGATRONS = """
 import os
@@ -40,9 +43,10 @@ def megatrons(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def arguments(**given: Any) -> types.SimpleNamespace:
+    modes = {"rampup_batch_size": None, "reset_attention_mask": False, "transformer_impl": "local"}
     plain = {"micro_batch_size": 2, "global_batch_size": 8, "eval_global_batch_size": None}
     sizes = {"tensor_model_parallel_size": 1, "data_parallel_size": 1, "tokenizer_type": None}
-    return types.SimpleNamespace(**plain | sizes | given)
+    return types.SimpleNamespace(**modes | plain | sizes | given)
 
 
 def test_tensor_parallelism_on_a_device_that_megatron_wants_one_queue_for(megatrons: Any) -> None:
@@ -67,3 +71,22 @@ def test_a_job_that_counts_samples_and_evaluates_nothing() -> None:
     )
     validation.complete(args)
     assert (args.train_iters, args.eval_interval) == (10, 10)
+
+
+def test_what_this_megatron_core_ignores_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    ramped = arguments(rampup_batch_size=["2", "2", "90"])
+    core = validation.num_microbatches_calculator
+    monkeypatch.setattr(core, "RampupBatchsizeNumMicroBatchesCalculator", None, raising=False)
+    assert validation.refused(ramped) == []
+    monkeypatch.delattr(core, "RampupBatchsizeNumMicroBatchesCalculator")
+    (told,) = validation.refused(ramped)
+    assert told.startswith("--rampup-batch-size: megatron-core takes no notice of it from 0.18 on")
+
+
+def test_attention_that_takes_no_mask_is_refused_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    reset = arguments(reset_attention_mask=True)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    assert validation.refused(reset) == []
+    monkeypatch.setattr("torch.version.cuda", None)
+    (told,) = validation.refused(reset)
+    assert told.startswith("--reset-attention-mask: not supported without CUDA")
