@@ -11,10 +11,15 @@ from pydantic import BaseModel, ConfigDict, field_validator
 from liver_hpc.recipes.megatron_lm.words import with_absolute_paths
 
 _CONTINUED = re.compile(r"\\\r?\n")
+_QUOTED_OR_COMMENT = re.compile(r"""("(?:\\.|[^"\\])*"|'[^']*'|\\.)|(?<!\S)#[^\n]*""", re.DOTALL)
+"""A comment begins where a word would, as in a shell; no line goes on behind it."""
+_EXPANDED = re.compile(r"\$[\w{(@*]")
+"""What a shell puts something in the place of."""
 
 
 class ArgumentsFile(BaseModel):
-    """Arguments in a file: words as a shell has them, over any number of lines, with # comments."""
+    """Arguments in a file: words as a shell has them, over any number of lines, with # comments;
+    a variable is refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -23,6 +28,14 @@ class ArgumentsFile(BaseModel):
 
 def _absolute(path: Path) -> Path:
     return path.expanduser().absolute()
+
+
+def _plain(words: list[str], where: str = "") -> list[str]:
+    """The words; raises ValueError for one that a shell would make another of."""
+    for word in words:
+        if _EXPANDED.search(word):
+            raise ValueError(f"{where}{word!r}: $ is not expanded here; write what it stands for")
+    return words
 
 
 class ScriptOptions(BaseModel):
@@ -48,7 +61,7 @@ class ScriptOptions(BaseModel):
     @classmethod
     def _split(cls, given: str | list[str | int | float] | ArgumentsFile) -> list[str]:
         if isinstance(given, list):
-            return with_absolute_paths([str(word) for word in given])
+            return with_absolute_paths(_plain([str(word) for word in given]))
         where = ""
         if isinstance(given, ArgumentsFile):
             file = _absolute(given.file)
@@ -57,11 +70,12 @@ class ScriptOptions(BaseModel):
                 given = file.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise ValueError(f"{file} cannot be read: {error}") from None
+        text = _QUOTED_OR_COMMENT.sub(lambda found: found[1] or "", given)
         try:
-            words = shlex.split(_CONTINUED.sub(" ", given), comments=True)
+            words = shlex.split(_CONTINUED.sub(" ", text))
         except ValueError as error:  # a quote that is not closed
             raise ValueError(f"{where}wanted words as a shell has them: {error}") from None
-        return with_absolute_paths(words)
+        return with_absolute_paths(_plain(words, where))
 
     @property
     def words(self) -> list[str]:

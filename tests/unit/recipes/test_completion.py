@@ -12,6 +12,7 @@ from liver_hpc.config.load import dump_run, load_run, parse_run
 from liver_hpc.errors import ConfigError
 from liver_hpc.recipes.base import load_recipe
 from liver_hpc.recipes.completion import load_users_run
+from liver_hpc.recipes.megatron_lm.options import ScriptOptions
 from tests.unit.config.runs import write_minimal
 from tests.unit.recipes.megatron_lm.jobs import JOB, run_file
 
@@ -115,6 +116,35 @@ def test_a_quote_that_is_not_closed_names_the_file_that_it_is_in(tmp_path: Path)
     words.write_text("--num-layers 2 --tokenizer-model 'a b\n")
     (said,) = problems(path, f"model.args={{file: {words}}}")
     assert said.endswith(f"{words}: wanted words as a shell has them: No closing quotation")
+
+
+WORDS = r"""
+# what was tried: --lr 3e-4 \
+--save /ckpt/run#3 --lr 1e-4 \
+  # --seed 7, don't \
+  --tokenizer-model 'a #b' "c # d" \# x#  # the rest " of it
+--seed \
+8
+"""
+
+
+def test_words_are_a_shell_s_and_comments_need_no_more_of_it(tmp_path: Path) -> None:
+    words = tmp_path / "args.txt"
+    words.write_text(WORDS)
+    found = ScriptOptions.model_validate({"script": "a.py", "args": {"file": words}}).words
+    wanted = ["--save", "/ckpt/run#3", "--lr", "1e-4", "--tokenizer-model", "a #b", "c # d", "#"]
+    assert found == [*wanted, "x#", "--seed", "8"]
+
+
+@pytest.mark.parametrize("word", ["$CK", "${CK}/a", "/a/$1", "$(cat", "$@"])
+@pytest.mark.parametrize("as_list", [False, True])
+def test_a_word_that_a_shell_would_expand_is_refused(word: str, as_list: bool) -> None:
+    args = ["--save", word] if as_list else f"--save '{word}'"
+    with pytest.raises(ValueError, match=r"\$ is not expanded here; write what") as error:
+        ScriptOptions.model_validate({"script": "a.py", "args": args})
+    assert repr(word) in str(error.value)
+    pattern = ScriptOptions.model_validate({"script": "a.py", "args": ["--own", "bias$"]})
+    assert pattern.words == ["--own", "bias$"]
 
 
 def test_a_recipe_that_derives_nothing_leaves_the_file_as_it_is(tmp_path: Path) -> None:
