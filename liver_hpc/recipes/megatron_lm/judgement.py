@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -116,18 +116,15 @@ def _refusal(option: str, group: Group) -> str:
 # ---- of what Megatron's parser made of them
 
 
-def judged(
-    parsed: Mapping[str, Any], defaults: Mapping[str, Any], own: Collection[str] = ()
-) -> list[str]:
+def judged(parsed: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
     """What cannot be had of a namespace of Megatron's parser, whoever set it.
 
     parsed: before `validate_args`, which fills in what follows, but with the script's
-    `args_defaults`; defaults: the same parser's namespace of no words; own: options of the
-    script's `extra_args_provider`, which are its matter.
+    `args_defaults`; defaults: the same parser's namespace of no words.
     """
     problems = []
     for name, default in defaults.items():
-        if name in own or name == "help" or name not in parsed or parsed[name] == default:
+        if name == "help" or name not in parsed or parsed[name] == default:
             continue
         entry, value = entry_of(name), parsed[name]
         told = f"--{name.replace('_', '-')} {value}"

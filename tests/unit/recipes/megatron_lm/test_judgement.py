@@ -65,6 +65,8 @@ REFUSED = {
     "--skip-train": "a run trains to its end",
     "--exit-interval 10": "a run trains to its end",
     "--yaml-cfg job.yaml": "model.args is where arguments are",
+    "--init-model-with-meta-device": "parameters have memory before",
+    "--moe-grouped-gemm": "leave it out: a worker's experts then compute one after another",
     "--use-legacy-models": "the model is Megatron core's",
     "--perform-rl-step": "it is of another kind of training",
     "--inference-dynamic-batching": "it is of another kind of training",
@@ -148,13 +150,12 @@ def test_what_the_parser_has_is_judged_whoever_set_it() -> None:
         "lr": None,
         "optimizer": "adam",
         "new": 1,
-        "mine": 0,
         "cp_comm_type": ["p2p"],
     }
-    parsed = {**defaults, "lr": 1.0, "mine": 5, "rank": 3}
-    assert judged(parsed, defaults, {"mine"}) == []
+    parsed = {**defaults, "lr": 1.0, "rank": 3}
+    assert judged(parsed, defaults) == []
     parsed |= {"sft": True, "new": 2, "optimizer": "muon", "cp_comm_type": ["p2p", "a2a+p2p"]}
-    first, second, third, fourth = judged(parsed, defaults, {"mine"})
+    first, second, third, fourth = judged(parsed, defaults)
     assert first.startswith("--sft True: not supported, samples of several documents")
     assert second.startswith("--optimizer muon: not supported")
     assert third == "--new 2: not known to be supported"
