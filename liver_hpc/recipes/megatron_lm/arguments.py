@@ -9,7 +9,12 @@ from typing import Any
 from liver_hpc.config.completion import Derived
 from liver_hpc.config.problems import KeyPath
 from liver_hpc.errors import ConfigError
-from liver_hpc.recipes.megatron_lm.judgement import judged, notes_of, refused_words, without_layout
+from liver_hpc.recipes.megatron_lm.judgement import (
+    judged,
+    notes_of_options,
+    refused_words,
+    without_layout,
+)
 from liver_hpc.recipes.megatron_lm.owned import (
     LISTS,
     NUMBERS,
@@ -18,6 +23,8 @@ from liver_hpc.recipes.megatron_lm.owned import (
     Owned,
     derived_values,
     flag,
+    lacks_checkpoint,
+    loads,
     problems_of,
     schedule_in_samples,
     shares,
@@ -41,6 +48,18 @@ def derived_from(words: Sequence[str]) -> Mapping[KeyPath, Derived]:
     if problems := [*refused, *problems_of(job)]:
         raise ConfigError(*problems)
     return derived_values(job)
+
+
+def notes_of(words: Sequence[str]) -> list[str]:
+    """What a user should know of a job that has no problem."""
+    job, notes = Owned.of(words), notes_of_options(words)
+    if lacks_checkpoint(job):
+        until = (
+            "as long as there is none" if loads(job) else "also where one comes before it starts"
+        )
+        missing = f"--load {job['load']} has no checkpoint yet"
+        notes.append(f"model.args: {missing}: the run begins at step 0, {until}")
+    return notes
 
 
 def scheduled(words: Sequence[str]) -> Mapping[str, float]:

@@ -90,7 +90,7 @@ def without_layout(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return kept, dropped
 
 
-def notes_of(words: Sequence[str]) -> list[str]:
+def notes_of_options(words: Sequence[str]) -> list[str]:
     """What a user should know of options that are not what they were."""
     notes = []
     if dropped := without_layout(words)[1]:

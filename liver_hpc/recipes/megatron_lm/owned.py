@@ -155,7 +155,8 @@ def flag(name: str) -> str:
 
 def problems_of(job: Owned) -> list[str]:
     """What is missing, or not meant together, as Megatron asserts it."""
-    return [*_missing(job), *_contradictory(job), *_ramp_problems(job)]
+    parts = (_missing(job), _in_object_stores(job), _contradictory(job), _ramp_problems(job))
+    return [problem for part in parts for problem in part]
 
 
 def _missing(job: Owned) -> Iterator[str]:
@@ -173,8 +174,14 @@ def _missing(job: Owned) -> Iterator[str]:
         yield "--eval-interval must be given, or --eval-iters 0: Megatron-LM divides by it"
     if job["save"] is not None and job["save_interval"] is None:
         yield "--save wants --save-interval, as Megatron does"
-    if job["load"] is not None and job["exit_on_missing_checkpoint"] and not loadable(job):
+    if job["exit_on_missing_checkpoint"] and lacks_checkpoint(job):
         yield f"--load {job['load']}: there is no {TRACKER_FILE}, and --exit-on-missing-checkpoint"
+
+
+def _in_object_stores(job: Owned) -> Iterator[str]:
+    for name in ("load", "save"):
+        if "://" in (job[name] or ""):
+            yield f"{flag(name)} {job[name]}: not supported, wanted a directory that all nodes see"
 
 
 def _contradictory(job: Owned) -> Iterator[str]:
@@ -243,9 +250,17 @@ def _ramped(job: Owned) -> TrainSection:
     return TrainSection(steps=1, global_batch=batch, rampup=ramp_of(job[RAMP]))
 
 
-def loadable(job: Owned) -> bool:
-    """Whether --load has a checkpoint; where it has none Megatron begins with initial values."""
-    return job["load"] is not None and (Path(job["load"]) / TRACKER_FILE).is_file()
+def lacks_checkpoint(job: Owned) -> bool:
+    """Whether there is none where --load says; Megatron begins with initial values then."""
+    return job["load"] is not None and not (Path(job["load"]) / TRACKER_FILE).is_file()
+
+
+def loads(job: Owned) -> bool:
+    """Whether a run loads what --load has when it starts: something, or what is saved there."""
+    load, save = job["load"], job["save"]
+    if not lacks_checkpoint(job):
+        return load is not None
+    return save is not None and Path(load).resolve() == Path(save).resolve()
 
 
 # ---- keys
@@ -334,11 +349,14 @@ def _evaluation(job: Owned) -> _Values:
         yield ("eval", "steps"), job["eval_iters"], job.source(names[1])
 
 
+_SPLIT_BY_SHARES = ("data_path", "data_args_path", "mock_data")
+
+
 def _unvalidated(job: Owned) -> str | None:
     """Which option makes that there is nothing to evaluate; None where there is."""
     if not job["eval_iters"]:
         return job.source("eval_iters")
-    if job["data_path"] and shares(job)[1] == 0:
+    if any(job[name] for name in _SPLIT_BY_SHARES) and shares(job)[1] == 0:
         return job.source("split")
     if job["train_data_path"] and not job["valid_data_path"]:
         return f"{flag('train_data_path')} without {flag('valid_data_path')}"
@@ -347,8 +365,11 @@ def _unvalidated(job: Owned) -> str | None:
 
 def shares(job: Owned) -> list[float]:
     """Of training, validation and test, as `parse_and_normalize_split` reads them."""
-    given = [float(share) for share in re.findall(r"[.0-9]+", job["split"] or SPLIT)]
-    return [*given, 0.0, 0.0, 0.0][:3]
+    return [*_given_shares(job), 0.0, 0.0, 0.0][:3]
+
+
+def _given_shares(job: Owned) -> list[float]:
+    return [float(share) for share in re.findall(r"[.0-9]+", job["split"] or SPLIT)]
 
 
 def _checkpoints(job: Owned) -> _Values:
@@ -356,7 +377,7 @@ def _checkpoints(job: Owned) -> _Values:
         yield ("checkpoint", "directory"), job["save"], job.source("save")
         yield ("checkpoint", "every_steps"), job["save_interval"], job.source("save_interval")
         yield ("checkpoint", "keep"), None, job.source("save")  # Megatron removes none
-    if loadable(job):
+    if loads(job):
         yield ("checkpoint", "load"), job["load"], job.source("load")
 
 
@@ -373,14 +394,16 @@ def _data(job: Owned) -> _Values:
         yield ("data", "prefix"), blend[0]["prefix"], source
     else:
         yield ("data", "blend"), blend, source
-    split = ",".join(re.findall(r"[.0-9]+", job["split"] or SPLIT))
+    split = ",".join(f"{share:.15g}" for share in _given_shares(job))
     yield ("data", "split"), split, job.source("split")
     yield ("data", "seed"), job["seed"], job.source("seed")
 
 
 def blend_of(words: Sequence[str]) -> list[dict[str, Any]] | None:
-    """Weights and prefixes as `get_blend_from_list` reads them; None for none, and for several
-    without weights, which Megatron weighs by their sizes."""
+    """Weights and prefixes as `get_blend_from_list` reads them; None for none, for several without
+    weights, which Megatron weighs by their sizes, and for those in object stores."""
+    if any("://" in word for word in words):
+        return None
     if len(words) == 1:
         return [{"prefix": words[0].strip(), "weight": 1.0}]
     if not words or len(words) % 2:

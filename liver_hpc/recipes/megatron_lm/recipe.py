@@ -134,6 +134,11 @@ class Pretrain(Recipe):
 
         layout = self.config.layouts_listed[0]
         self._datasets = open_datasets(self.script, layout, run_directory / "data-cache")
+        if self.config.eval is not None and self._datasets.validation is None:
+            raise ConfigError(
+                "eval: the script's dataset provider gives no validation set; write --eval-iters 0 "
+                "into model.args"
+            )
 
     def batch(self, step: int) -> Sequence[Any]:
         """In the order of Megatron's sampler of one epoch."""
@@ -159,8 +164,6 @@ class Pretrain(Recipe):
         if self._datasets is None:
             raise ConfigError("the recipe's data is not open")
         found = self._datasets.validation if sample.of_validation else self._datasets.train
-        if found is None:
-            raise ConfigError("eval: the script's dataset provider gives no validation set")
         return found[sample.number]
 
     def checkpoint_extras(self, step: int) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from liver_hpc.config.megatron_checkpoint import TRACKER_FILE
 from liver_hpc.errors import ConfigError
-from liver_hpc.recipes.megatron_lm.arguments import agreement, derived_from, scheduled
+from liver_hpc.recipes.megatron_lm.arguments import agreement, derived_from, notes_of, scheduled
 from liver_hpc.world.cpu_shim import import_only_triton
 from tests.unit.recipes.megatron_lm.jobs import JOB
 
@@ -140,6 +140,8 @@ DATA = JOB.replace("--mock-data", "")
         ("--data-path /a/x", {"prefix": "/a/x", "split": "969,30,1", "seed": 1234}),
         ("--data-path 0.3 /a --split 90,10 --seed 5",
          {"prefix": "/a", "split": "90,10", "seed": 5}),
+        ("--data-path /a --split .98,.01,.01",
+         {"prefix": "/a", "split": "0.98,0.01,0.01", "seed": 1234}),
         ("--data-path 0.3 /a 0.7 /b --split 100,0,0",
          {"blend": [{"prefix": "/a", "weight": 0.3}, {"prefix": "/b", "weight": 0.7}],
           "split": "100,0,0", "seed": 1234}),
@@ -152,16 +154,22 @@ def test_data(more: str, wanted: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "more",
-    ["", "--mock-data", "--data-path /a /b /c", "--train-data-path /a", "--data-args-path /l"],
-)
+    [
+        "", "--mock-data", "--data-path /a /b /c", "--train-data-path /a", "--data-args-path /l",
+        "--data-path s3://a/x", "--data-path 1 /a 2 msc://b/x",
+    ],
+)  # fmt: skip
 def test_data_that_is_the_scripts_matter(more: str) -> None:
     assert values(more, DATA)["data"] is None
 
 
 @pytest.mark.parametrize(
     "more",
-    ["--data-path /a --split 100,0,0", "--train-data-path /a", "--data-path /a --eval-iters 0"],
-)
+    [
+        "--data-path /a --split 100,0,0", "--data-args-path /a --split 100", "--train-data-path /a",
+        "--mock-data --split 1,0,1", "--data-path /a --eval-iters 0",
+    ],
+)  # fmt: skip
 def test_no_validation_set(more: str) -> None:
     found = values(f"{more} --eval-interval 10", DATA)
     assert found["eval"] is None
@@ -171,10 +179,25 @@ def test_no_validation_set(more: str) -> None:
 def test_a_checkpoint_is_loaded_where_there_is_one(tmp_path: Path) -> None:
     more = f"--load {tmp_path}"
     assert "checkpoint.load" not in values(more)
+    (note,) = notes_of(f"{JOB} {more}".split())
+    assert note.endswith("begins at step 0, also where one comes before it starts")
     with pytest.raises(ConfigError, match="--exit-on-missing-checkpoint"):
         values(f"{more} --exit-on-missing-checkpoint")
     (tmp_path / TRACKER_FILE).write_text("7")
+    assert notes_of(f"{JOB} {more}".split()) == []
     assert values(f"{more} --exit-on-missing-checkpoint")["checkpoint.load"] == str(tmp_path)
+
+
+def test_a_checkpoint_may_come_later_where_the_job_saves(tmp_path: Path) -> None:
+    more = f"--load {tmp_path} --save {tmp_path}/x/.. --save-interval 5"
+    assert values(more)["checkpoint.load"] == str(tmp_path)
+    (note,) = notes_of(f"{JOB} {more}".split())
+    assert note == (
+        f"model.args: --load {tmp_path} has no checkpoint yet: the run begins at step 0, as long "
+        "as there is none"
+    )
+    with pytest.raises(ConfigError, match="--exit-on-missing-checkpoint"):
+        values(f"{more} --exit-on-missing-checkpoint")
 
 
 @pytest.mark.parametrize(
@@ -185,6 +208,8 @@ def test_a_checkpoint_is_loaded_where_there_is_one(tmp_path: Path) -> None:
         (JOB.replace("--lr 1e-3", ""), "--lr must be given"),
         (JOB.replace("--train-iters 1000", ""), "--train-iters or --train-samples"),
         (f"{JOB} --save /c", "--save wants --save-interval"),
+        (f"{JOB} --save s3://c --save-interval 5", "--save s3://c: not supported, wanted a dir"),
+        (f"{JOB} --load msc://c", "--load msc://c: not supported, wanted a directory"),
         (f"{JOB} --train-samples 8", "--train-iters and --train-samples"),
         (f"{JOB} --lr-decay-samples 8", "--train-iters and --lr-decay-samples"),
         (f"{SAMPLES} --lr-warmup-iters 8", "--train-samples and --lr-warmup-iters"),

@@ -13,7 +13,7 @@ from liver_hpc.recipes.megatron_lm.judgement import (
     ENTRIES,
     Kind,
     judged,
-    notes_of,
+    notes_of_options,
     refused_words,
     without_layout,
 )
@@ -129,7 +129,7 @@ def test_what_is_left_out_or_has_no_effect_is_told() -> None:
         "--context-parallel-size 2 --log-interval 10 --wandb-project p --async-save "
         "--exit-duration-in-mins 60 --no-load-rng --disable-gloo-process-groups"
     )
-    assert [note.partition(": ")[2] for note in notes_of(text.split())] == [
+    assert [note.partition(": ")[2] for note in notes_of_options(text.split())] == [
         "the run's `layouts` decide, so these are left out: --context-parallel-size 2",
         "without effect here, as the run's journal, `liver status` and `liver report` tell what "
         "happens: --log-interval --wandb-project",
@@ -141,7 +141,7 @@ def test_what_is_left_out_or_has_no_effect_is_told() -> None:
         "without effect here, as groups, buffers and streams are the runtime's: "
         "--disable-gloo-process-groups",
     ]
-    assert notes_of(JOB.split()) == []
+    assert notes_of_options(JOB.split()) == []
 
 
 def test_what_the_parser_has_is_judged_whoever_set_it() -> None:

@@ -1,0 +1,31 @@
+"""What a script provides, as a worker has it at its boot."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+
+import pytest
+
+from liver_hpc.errors import ConfigError
+from liver_hpc.recipes.base import load_recipe
+from liver_hpc.recipes.completion import load_users_run
+from liver_hpc.recipes.megatron_lm.recipe import Pretrain
+from liver_hpc.world.cpu_shim import import_only_triton
+from tests.unit.recipes.megatron_lm.jobs import run_file
+
+with import_only_triton():
+    from liver_hpc.recipes.megatron_lm import datasets
+
+
+def test_a_validation_set_is_there_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pretrain, "script", None)
+    monkeypatch.setattr(
+        datasets, "open_datasets", lambda *_args: types.SimpleNamespace(validation=None)
+    )
+    load_recipe(load_users_run(run_file(tmp_path, "--eval-iters 0"))).open(tmp_path)
+    recipe = load_recipe(load_users_run(run_file(tmp_path)))
+    with pytest.raises(ConfigError, match="no validation set; write --eval-iters 0"):
+        recipe.open(tmp_path)
