@@ -199,6 +199,11 @@ class Recipe(ABC):
         """
         return {}
 
+    def loaded_schedule(self) -> Mapping[str, Any]:
+        """What the schedule in a checkpoint must be that a run of it loads, by the names in
+        Megatron's; what is not named may be anything."""
+        return {}
+
     def open(self, run_directory: Path) -> None:  # noqa: B027 - a recipe without data needs none
         """Opens the data; called once in every worker before the first `loss`."""
 

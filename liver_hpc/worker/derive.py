@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 from liver_hpc import __version__
 from liver_hpc.config.load import load_run
 from liver_hpc.config.megatron_checkpoint import loaded_checkpoint
-from liver_hpc.config.schema import AUTO, RunConfig
+from liver_hpc.config.schema import AUTO
 from liver_hpc.errors import MODELS_ERRORS, LiverError
 from liver_hpc.host.files import write_whole
 from liver_hpc.host.version import version_fault
 from liver_hpc.layout.candidates import layouts_to_derive
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.tensors import ModelSpec
-from liver_hpc.recipes.base import load_recipe, put_first_on_path
+from liver_hpc.recipes.base import Recipe, load_recipe, put_first_on_path
 from liver_hpc.recipes.specs import Answer
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def main() -> int:
             if config.layouts == AUTO
             else config.layouts_listed
         )
-        derived = Answer[ModelSpec](value=_derived(derivation, config, list(layouts)))
+        derived = Answer[ModelSpec](value=_derived(derivation, recipe, list(layouts)))
     except MODELS_ERRORS as error:
         said = str(error) if isinstance(error, LiverError) else f"{type(error).__name__}: {error}"
         derived = Answer[ModelSpec](refused=said)
@@ -72,10 +72,10 @@ def main() -> int:
     return 0
 
 
-def _derived(derivation: Derivation, config: RunConfig, layouts: list[Layout]) -> ModelSpec:
+def _derived(derivation: Derivation, recipe: Recipe, layouts: list[Layout]) -> ModelSpec:
     """The spec for the run's layouts, and for that of the checkpoint that it begins with, where
     that lies as it did there. Raises CheckpointError where it is not one of this model."""
-    load = config.checkpoint.load
+    load = recipe.config.checkpoint.load
     found = None if load is None else loaded_checkpoint(load)
     if found is None:
         return derivation.spec(layouts)
@@ -83,7 +83,8 @@ def _derived(derivation: Derivation, config: RunConfig, layouts: list[Layout]) -
     from liver_hpc.checkpoint.torch_dist.reads import Source
 
     contents = read_contents(found[1])
-    contents.check_samples(config.train)
+    contents.check_samples(recipe.config.train)
+    contents.check_schedule(recipe.loaded_schedule())
     if contents.by_buckets:
         layouts = [*layouts, contents.layout]
     spec = derivation.spec(layouts)

@@ -15,7 +15,9 @@ from liver_hpc.checkpoint.torch_dist.files import read_common, read_table
 from liver_hpc.cli.client import stop
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.config.megatron_checkpoint import TRACKER_FILE, iteration_path, tracked_step
+from liver_hpc.errors import ConfigError
 from liver_hpc.recipes.megatron_lm.arguments import scheduled
+from liver_hpc.recipes.specs import derive_spec
 from liver_hpc.report.store import RunRecords, read_run
 from tests.integration.elastic import losses
 from tests.integration.runs import ENDLESS, finish, start, tails, watch, worst_difference
@@ -138,6 +140,8 @@ def test_a_job_goes_on_from_what_a_run_of_it_has_saved(config: Config, tmp_path:
 
     (path / INDEX_FILE).unlink()
     (directory / TRACKER_FILE).write_text(str(step))
+    with pytest.raises(ConfigError, match=r"max_lr 0\.001, wanted 0\.002\. With --override"):
+        derive_spec(config(f"{words} --lr 2e-3 --load {directory}"))
     again = finish(start(config(f"{words} --load {directory}", {2: [{"pp": 2}]})))
     assert [row.step for row in again.steps] == [*range(step, 8)]
     mine = [(row.loss, row.grad_norm) for row in again.steps]

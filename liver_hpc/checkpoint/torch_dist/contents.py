@@ -41,7 +41,8 @@ class Contents:
     """What a checkpoint holds.
 
     step: Megatron's iteration. content: its content metadata. layout: that saved it, which matters
-    where the optimizer's state lies as its buckets did (`by_buckets`).
+    where the optimizer's state lies as its buckets did (`by_buckets`). schedule: the state of
+    Megatron's OptimizerParamScheduler.
     """
 
     path: Path
@@ -51,6 +52,7 @@ class Contents:
     consumed_samples: int
     optimizer_step: int
     layout: Layout
+    schedule: Mapping[str, Any]
 
     @property
     def by_buckets(self) -> bool:
@@ -88,6 +90,20 @@ class Contents:
                 "job that it goes on with"
             )
 
+    def check_schedule(self, wanted: Mapping[str, Any]) -> None:
+        """Raises CheckpointError where the job had another schedule than `wanted`, as Megatron
+        does; its numbers are the job's own to the last digit."""
+        others = [
+            f"{name} {self.schedule[name]}, wanted {value}"
+            for name, value in wanted.items()
+            if name in self.schedule and self.schedule[name] != value
+        ]
+        if others:
+            raise CheckpointError(
+                f"{self.path} has another schedule than the job's arguments: {'; '.join(others)}. "
+                "With --override-opt-param-scheduler the arguments hold"
+            )
+
 
 def read_contents(path: Path) -> Contents:
     """Of the checkpoint in `path`; raises CheckpointError for one that lacks what a run needs."""
@@ -115,6 +131,7 @@ def read_contents(path: Path) -> Contents:
         int(args.get("consumed_train_samples", 0)),
         _optimizer_step(path, common, table),
         _layout(path, args),
+        common.get("opt_param_scheduler") or {},
     )
 
 

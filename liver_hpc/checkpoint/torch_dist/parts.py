@@ -170,6 +170,7 @@ def read(world: World, path: Path) -> ScalarState:
     Not collective. Raises CheckpointError.
     """
     contents = read_contents(path)
+    contents.check_schedule(world.recipe.loaded_schedule())
     pieces = stored_by(world, contents.known_content).tensors
     read_tensors(world.state, contents, pieces)
     return contents.scalars(world.scalar_state(0), world.recipe.config.train)

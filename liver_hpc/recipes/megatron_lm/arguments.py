@@ -30,8 +30,17 @@ from liver_hpc.recipes.megatron_lm.owned import (
     shares,
     steps_of,
 )
+from liver_hpc.recipes.megatron_lm.words import options_of
 
-__all__ = ["agreement", "derived_from", "judged", "notes_of", "scheduled", "without_layout"]
+__all__ = [
+    "agreement",
+    "derived_from",
+    "judged",
+    "notes_of",
+    "schedule_to_load",
+    "scheduled",
+    "without_layout",
+]
 
 
 def derived_from(words: Sequence[str]) -> Mapping[KeyPath, Derived]:
@@ -66,6 +75,17 @@ def scheduled(words: Sequence[str]) -> Mapping[str, float]:
     """Lengths of a job's schedule, in samples, as the state of Megatron's scheduler has them; the
     job wants its own again, to the last digit."""
     return schedule_in_samples(Owned.of(words))
+
+
+def schedule_to_load(words: Sequence[str]) -> Mapping[str, Any]:
+    """What the state of Megatron's scheduler must be in a checkpoint that a job loads; nothing
+    where the job overrides it."""
+    if any(option.name == "override_opt_param_scheduler" for option in options_of(words)):
+        return {}
+    job = Owned.of(words)
+    rates = {"max_lr": job["lr"], "min_lr": job["min_lr"], "lr_decay_style": job["lr_decay_style"]}
+    decay = {"start_wd": job["weight_decay"], "end_wd": job["weight_decay"]}
+    return rates | decay | schedule_in_samples(job)
 
 
 def agreement(words: Sequence[str], parsed: Mapping[str, Any]) -> list[str]:

@@ -16,7 +16,12 @@ from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.ramp import samples_before, step_of
 from liver_hpc.recipes.base import BuildContext, LossFunction, Recipe
 from liver_hpc.recipes.megatron_lm import checkout
-from liver_hpc.recipes.megatron_lm.arguments import derived_from, notes_of, scheduled
+from liver_hpc.recipes.megatron_lm.arguments import (
+    derived_from,
+    notes_of,
+    schedule_to_load,
+    scheduled,
+)
 from liver_hpc.recipes.megatron_lm.options import ScriptOptions
 from liver_hpc.recipes.megatron_lm.words import number_of
 
@@ -181,6 +186,9 @@ class Pretrain(Recipe):
             "num_floating_point_operations_so_far": operations,
             "opt_param_scheduler": scheduled(self.options.words),
         }
+
+    def loaded_schedule(self) -> Mapping[str, Any]:
+        return schedule_to_load(self.options.words)
 
     # ---- one micro-batch
 

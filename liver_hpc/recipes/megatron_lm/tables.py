@@ -69,9 +69,8 @@ NO_EFFECT = (
         use_tokenizer_model_from_checkpoint_args""",
     ),
     Group(
-        "random numbers and the schedule are functions of the step, not state",
-        """no_save_rng no_load_rng te_rng_tracker inference_rng_tracker
-        override_opt_param_scheduler""",
+        "random numbers are functions of the step, not state",
+        """no_save_rng no_load_rng te_rng_tracker inference_rng_tracker""",
     ),
     Group(
         "groups, buffers and streams are the runtime's",
@@ -147,6 +146,7 @@ PASSED = (
         reset_attention_mask eod_mask_loss create_attention_mask_in_dataloader enable_msc
         disable_msc* msc sft_tokenizer_prompt_format""",
     ),
+    Group("a checkpoint of another schedule is loaded with it", "override_opt_param_scheduler"),
 )
 """What the script gets as it stands; what the model cannot have in a layout is told when it is
 built (`world/refused.py`)."""

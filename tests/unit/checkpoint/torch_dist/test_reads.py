@@ -37,7 +37,7 @@ def contents(rows: int, dtype: str = "float32", samples: int = 40) -> Contents:
             (((at, half), (0, COLS)), Place(f"__{number}_0.distcp", at, 1)) for at in (0, half)
         )
         tensors[f"{prefix}w"] = Tensor((rows, COLS), dtype, chunks)
-    return Contents(Path("saved"), Table(tensors, {}), CONTENT, 5, samples, 5, HERE)
+    return Contents(Path("saved"), Table(tensors, {}), CONTENT, 5, samples, 5, HERE, {})
 
 
 @pytest.mark.parametrize(("rows", "zeros"), [(8, 4), (12, 0), (16, 0)])
@@ -71,6 +71,14 @@ def test_what_is_lacking_is_named() -> None:
     holed = Table({**saved.table.tensors, "w": replace(words, chunks=words.chunks[:1])}, {})
     with pytest.raises(CheckpointError, match="holds 24 of the 48 elements of parameter"):
         Source(replace(saved, table=holed), MODEL, PIECES).reads(HERE, AT)
+
+
+def test_another_schedule_is_refused_by_its_keys() -> None:
+    saved = replace(contents(12), schedule={"max_lr": 1e-3, "lr_decay_steps": 80, "num_steps": 8})
+    saved.check_schedule({"max_lr": 1e-3, "lr_decay_steps": 80.0, "start_wd": 0.1})
+    with pytest.raises(CheckpointError, match="lr_decay_steps 80, wanted 160; max_lr ") as error:
+        saved.check_schedule({"lr_decay_steps": 160, "max_lr": 2e-3})
+    assert "With --override-opt-param-scheduler the arguments hold" in str(error.value)
 
 
 def test_a_batch_with_other_samples_is_refused() -> None:

@@ -29,14 +29,14 @@ def validated(arguments: Any, words: list[str]) -> dict[str, Any]:
     return vars(args)
 
 
-def schedule(args: dict[str, Any]) -> dict[str, float]:
+def schedule(args: dict[str, Any]) -> dict[str, Any]:
     """What `get_optimizer_param_scheduler` gives the scheduler, in samples."""
     training = imported("megatron.training.training")
     given: dict[str, Any] = {}
     training.get_args = lambda: types.SimpleNamespace(**args)
     training.OptimizerParamScheduler = lambda _optimizer, **options: given.update(options)
     training.get_optimizer_param_scheduler(None)
-    return {name: given[name] for name in ("lr_warmup_steps", "lr_decay_steps", "wd_incr_steps")}
+    return given
 
 
 def main(words: list[str]) -> None:

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 
 from liver_hpc.config.megatron_checkpoint import TRACKER_FILE
 from liver_hpc.errors import ConfigError
-from liver_hpc.recipes.megatron_lm.arguments import agreement, derived_from, notes_of, scheduled
+from liver_hpc.recipes.megatron_lm.arguments import (
+    agreement,
+    derived_from,
+    notes_of,
+    schedule_to_load,
+    scheduled,
+)
 from liver_hpc.world.cpu_shim import import_only_triton
 from tests.unit.recipes.megatron_lm.jobs import JOB
 
@@ -107,6 +113,21 @@ def test_the_schedule_in_samples_to_the_last_digit(
         "lr_decay_steps": decay,
         "wd_incr_steps": whole,
     }
+
+
+def test_the_schedule_that_a_loaded_checkpoint_must_have() -> None:
+    more = "--min-lr 1e-5 --lr-decay-style cosine --weight-decay .1 --lr-warmup-iters 10"
+    assert schedule_to_load(f"{JOB} {more}".split()) == {
+        "max_lr": 1e-3,
+        "min_lr": 1e-5,
+        "lr_decay_style": "cosine",
+        "start_wd": 0.1,
+        "end_wd": 0.1,
+        "lr_warmup_steps": 80,
+        "lr_decay_steps": 8000,
+        "wd_incr_steps": 8000,
+    }
+    assert schedule_to_load(f"{JOB} --override-opt_param-scheduler".split()) == {}
 
 
 @pytest.mark.parametrize(

@@ -136,8 +136,8 @@ def test_what_is_left_out_or_has_no_effect_is_told() -> None:
         "without effect here, as the runtime watches workers and their state, and ends a job in "
         "time, in its own way: --exit-duration-in-mins",
         "without effect here, as how a checkpoint is written is the runtime's matter: --async-save",
-        "without effect here, as random numbers and the schedule are functions of the step, not "
-        "state: --no-load-rng",
+        "without effect here, as random numbers are functions of the step, not state: "
+        "--no-load-rng",
         "without effect here, as groups, buffers and streams are the runtime's: "
         "--disable-gloo-process-groups",
     ]
