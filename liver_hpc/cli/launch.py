@@ -153,7 +153,7 @@ def _open_run(config: RunConfig, job: OwnJob | None) -> RunDirectory:
     if job is not None:
         job.note(run.path)
         if kind == "slurm":
-            run.note_job_id(job.job_id)
+            run.note_job_id(job.job_id, os.environ.get("SLURM_JOB_NAME", ""))
     note_latest(run)
     print(f"run {run}", flush=True)
     return run
@@ -243,7 +243,7 @@ class JobSignals:
 
 def main(arguments: list[str]) -> int:
     run = RunDirectory(Path(arguments[0]))
-    run.note_job_id(submit_to_cluster(run, run.config()))
+    run.note_job_id(submit_to_cluster(run, run.config()), run.path.name)
     return 0
 
 

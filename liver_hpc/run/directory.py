@@ -126,13 +126,26 @@ class RunDirectory:
 
     def job_id(self) -> str | None:
         """Slurm's job id; a process id on the local cluster. None before the launch."""
-        try:
-            return self.job_id_path.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return None
+        return self._job()[0] or None
 
-    def note_job_id(self, job_id: str) -> None:
-        write_whole(self.job_id_path, job_id)
+    def job_name(self) -> str:
+        """That of the job in Slurm; empty where nobody noted it."""
+        return self._job()[1]
+
+    def _job(self) -> tuple[str, str]:
+        try:
+            text = self.job_id_path.read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return "", ""
+        job_id, _, name = text.partition(" ")
+        if not job_id.isdecimal():
+            raise LiverError(f"{self.job_id_path} is damaged: wanted a job id, got {text!r}")
+        return job_id, name
+
+    def note_job_id(self, job_id: str, name: str = "") -> None:
+        """name: of a job in Slurm, where an id alone is not enough: another job may have it once
+        this one is over."""
+        write_whole(self.job_id_path, f"{job_id} {name}" if name else job_id)
 
     def where_logs_are(self) -> str:
         return f"its logs are {self}/logs/*.log and {self}/submitit/*"

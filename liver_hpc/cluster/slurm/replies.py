@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from liver_hpc.errors import LiverError
 
-JOB_FORMAT = "%A|%i|%T|%r|%e|%N"
-STEP_FORMAT = "%i|%j"  # a name may contain the separator: it comes last
+JOB_FORMAT = "%A|%i|%T|%r|%e|%N|%j"  # a name may contain the separator: it comes last
+STEP_FORMAT = "%i|%j"
 
 RUNNING = "RUNNING"
 COMPLETING = "COMPLETING"
@@ -55,6 +55,7 @@ class JobInfo:
     reason: str
     nodes: tuple[str, ...]
     ends_s: float | None
+    name: str = ""
 
     @property
     def over(self) -> bool:
@@ -86,14 +87,14 @@ def jobs_of_lines(printed: str, hostnames: Hostnames) -> dict[str, JobInfo]:
 
 
 def _job_of_line(line: str, hostnames: Hostnames) -> JobInfo:
-    fields = line.strip().split("|")
-    if len(fields) != 6:
-        raise LiverError(f"squeue: wanted 6 fields, got {line!r}")
-    job_id, shown, state, reason, end, nodes = fields
+    fields = line.strip().split("|", 6)
+    if len(fields) != 7:
+        raise LiverError(f"squeue: wanted 7 fields, got {line!r}")
+    job_id, shown, state, reason, end, nodes, name = fields
     leader, plus, _ = shown.partition("+")
     ends_s = float(end) if end.isdecimal() and int(end) > 0 else None
     het_leader = leader if plus else None
-    return JobInfo(job_id, het_leader, state, reason, hostnames(nodes), ends_s)
+    return JobInfo(job_id, het_leader, state, reason, hostnames(nodes), ends_s, name)
 
 
 def steps_of_lines(printed: str) -> dict[str, list[str]]:

@@ -83,7 +83,7 @@ class RunJob:
 
     def find(self) -> JobInfo | None:
         """The job's first component; None once Slurm lists it no more."""
-        return self.commands.jobs([self.job_id]).get(self.job_id)
+        return own_job(self.run, self.commands.jobs([self.job_id]).get(self.job_id))
 
     def is_over(self, or_queued: bool = False) -> bool:
         """Whether Slurm lists the job no more, or has it in its queue again where that is as good;
@@ -109,6 +109,13 @@ class RunJob:
         outcome = Outcome("stopped", "cancelled before it trained", step)
         outcome.write(self.run.path)
         return outcome
+
+
+def own_job(run: RunDirectory, info: JobInfo | None) -> JobInfo | None:
+    """What Slurm says of the run's job id; None where another job has it by now, as its name
+    shows."""
+    is_other = info is not None and run.job_name() not in ("", info.name)
+    return None if is_other else info
 
 
 def job_of(run: RunDirectory) -> RunJob | None:

@@ -26,10 +26,10 @@ scancel --user=1000 --name=run-burst-1
 scontrol requeue 12
 
 # some jobs
-squeue --noheader --jobs=12,15 '--format=%A|%i|%T|%r|%e|%N'
+squeue --noheader --jobs=12,15 '--format=%A|%i|%T|%r|%e|%N|%j'
 
 # jobs of a name
-squeue --noheader --user=1000 --name=run-burst-1 '--format=%A|%i|%T|%r|%e|%N'
+squeue --noheader --user=1000 --name=run-burst-1 '--format=%A|%i|%T|%r|%e|%N|%j'
 
 # a job's steps
 squeue --noheader --steps --jobs=12,13 '--format=%i|%j'

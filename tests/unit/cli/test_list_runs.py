@@ -139,21 +139,25 @@ def test_a_coordinator_elsewhere_cannot_be_seen() -> None:
         ({"7": ("PENDING", "Resources")}, "waiting for Slurm"),
         ({"7": ("RUNNING", "None")}, "training"),
         ({}, "lost"),
+        ({"7": ("RUNNING", "None", "another")}, "lost"),
     ],
 )
 def test_slurm_is_asked_once_for_all_runs(
-    jobs: dict[str, tuple[str, str]], state: str, monkeypatch: pytest.MonkeyPatch
+    jobs: dict[str, tuple[str, ...]], state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
 
     def answer(self: SlurmCommands, ids: list[str]) -> dict[str, JobInfo]:
         asked.append(ids)
-        return {job: JobInfo(job, None, *said, ("n1",), None) for job, said in jobs.items()}
+        return {
+            job: JobInfo(job, None, *said[:2], ("n1",), None, *(said[2:] or ["mine"]))
+            for job, said in jobs.items()
+        }
 
     monkeypatch.setattr(SlurmCommands, "jobs", answer)
     for name in ("one", "two"):
         run = make(name, kind="slurm")
-        run.note_job_id("7")
+        run.note_job_id("7", "mine")
         coordinated_by(run, 1, "n1")
     Outcome("failed", "why", 3).write(make("over", kind="slurm").path)
     states = {run.name: run.state for run in list_runs.list_runs(RUNS)[0]}

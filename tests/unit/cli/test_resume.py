@@ -30,7 +30,7 @@ from tests.unit.layout.models import TIED
 
 STOPPED = Outcome("stopped", "asked to", 7)
 SQUEUE = """#!/bin/sh
-test -z "{state}" || echo "77|77|{state}|None|N/A|n1"
+test -z "{state}" || echo "77|77|{state}|None|N/A|n1|run-slurm"
 test -n "{state}" || {{ echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; }}
 """
 SQUEUE_AWAY = "#!/bin/sh\necho 'Unable to contact slurm controller' >&2; exit 1\n"
@@ -184,6 +184,21 @@ def test_a_run_whose_job_is_not_over_is_bad_input(
     said = capsys.readouterr().err
     assert said == f"liver: error: run runs/run-slurm is not over: job 77 is {state}\n"
     assert (launches.runs, run.outcome()) == ([], STOPPED)
+
+
+def test_another_job_that_has_the_number_by_now_is_left_alone(
+    launches: Launches, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ended(None)
+    Path("programs/scancel").symlink_to("/usr/bin/false")
+    squeue_says("PENDING")
+    run.note_job_id("77", "run-slurm")
+    with pytest.raises(ConfigError, match="is not over: job 77 is PENDING"):
+        resume_run(run)
+    run.note_job_id("77", "run-slurm-of-another-cluster")
+    assert cli.main(["stop", run.path.name]) == cli.EXIT_FAILED
+    assert "its job 77 is over and left no outcome" in capsys.readouterr().err
+    assert resume_run(run) == 7
 
 
 def test_where_slurm_does_not_answer_nothing_is_launched(

@@ -17,6 +17,7 @@ import yaml
 
 from liver_hpc.cli import main as cli
 from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.outcome import Outcome
 from tests.unit.config.runs import MINIMAL, write_minimal
 from tests.unit.standin import sitecustomize_in
@@ -27,7 +28,7 @@ SLURM = {"components": [{"name": "main", "nodes": 4}], "end_window_s": 30.0}
 # Notes its words; squeue says that the job ends in 8 s.
 PLAYED = """#!/bin/sh
 echo "$(basename $0) $*" >> {log}
-test "$(basename $0)" != squeue || echo "77|77|RUNNING|None|$(($(date +%s) + 8))|n1"
+test "$(basename $0)" != squeue || echo "77|77|RUNNING|None|$(($(date +%s) + 8))|n1|liver"
 """
 
 
@@ -50,6 +51,7 @@ def in_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_JOB_NAME", "liver")
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
     before = {number: signal.getsignal(number) for number in numbers}
     yield log
@@ -131,7 +133,8 @@ def test_a_job_that_is_about_to_end_is_queued_again_and_goes_on(
     assert shown == f"run {run}\nrun {run} goes on when its job starts again\n"
     assert in_job.read_text().splitlines()[-1] == "scontrol requeue 77"
     assert json.loads((run / "outcome.json").read_text())["state"] == "requeue"
-    assert (run / "submitit" / "job_id").read_text() == "77"
+    assert RunDirectory(run).job_id() == "77"
+    assert RunDirectory(run).job_name() == "liver"
 
     # The run file may have changed meanwhile.
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")

@@ -68,7 +68,7 @@ def test_a_request_whose_answer_was_lost_is_found_by_its_name(
         jobs.act()
     assert jobs.policy.pending == {}
     # It runs already when the controller answers again.
-    cluster.answers["squeue"] = Answer(0, "7|7|RUNNING|None|9999|n4\n")
+    cluster.answers["squeue"] = Answer(0, "7|7|RUNNING|None|9999|n4|burst\n")
     (granted,) = jobs.observe({})
     assert (granted.job, granted.nodes, granted.burst) == ("7", ("n4",), True)
     assert cluster.notes == ["burst request 7 was taken after all"]
@@ -80,7 +80,7 @@ def test_a_request_that_can_never_start_is_a_refused_one(cluster: Cluster, jobs:
     cluster.answers["sbatch"] = Answer(0, "7\n")
     jobs.act()
     assert jobs.policy.pending == {"7": 1}
-    cluster.answers["squeue"] = Answer(0, "7|7|PENDING|PartitionTimeLimit|N/A|\n")
+    cluster.answers["squeue"] = Answer(0, "7|7|PENDING|PartitionTimeLimit|N/A||burst\n")
     assert jobs.observe(_now(cluster)) == []
     assert cluster.notes == ["burst request 7 was refused: PartitionTimeLimit"]
     assert cluster.asked[-1] == ["scancel", "7"]
@@ -111,7 +111,7 @@ def test_what_the_next_coordinator_adopts_is_held_as_long_as_it_was(
     first = burst_jobs(cluster, clock, tmp_path)
     first.open(adopt=False)
     first.policy.submitted("7", 1)
-    cluster.answers["squeue"] = Answer(0, "7|7|RUNNING|None|9999|n4\n")
+    cluster.answers["squeue"] = Answer(0, "7|7|RUNNING|None|9999|n4|burst\n")
     assert [granted.job for granted in first.observe(_now(cluster))] == ["7"]
     clock.advance(3600.0)
     cluster.asked.clear()
@@ -133,7 +133,7 @@ def test_what_is_held_counts_against_the_cap_when_its_coordinator_is_killed(
     clock = FakeClock()
     first = burst_jobs(cluster, clock, tmp_path)
     first.policy.submitted("7", 1)
-    cluster.answers["squeue"] = Answer(0, "7|7|RUNNING|None|9999|n4\n")
+    cluster.answers["squeue"] = Answer(0, "7|7|RUNNING|None|9999|n4|burst\n")
     first.observe(_now(cluster))
     for _ in range(60):
         clock.advance(60.0)
@@ -149,7 +149,7 @@ def test_a_disk_that_is_full_does_not_cost_a_grant(
     cluster.answers["sbatch"] = Answer(0, "7\n")
     jobs.act()
     (tmp_path / "burst.json").mkdir()  # where the record would be
-    cluster.answers["squeue"] = Answer(0, "7|7|RUNNING|None|9999|n4\n")
+    cluster.answers["squeue"] = Answer(0, "7|7|RUNNING|None|9999|n4|burst\n")
     assert [granted.job for granted in jobs.observe(_now(cluster))] == ["7"]
 
 

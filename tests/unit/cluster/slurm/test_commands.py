@@ -25,9 +25,9 @@ from tests.slurm_answers import Answer
 
 AWAY = Answer(1, "", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
 HET_JOB = """\
-2|1+1|RUNNING|None|1795264860|n[2-3]
-1|1+0|RUNNING|None|1795264860|n1
-7|7|PENDING|Resources|N/A|
+2|1+1|RUNNING|None|1795264860|n[2-3]|a|b
+1|1+0|RUNNING|None|1795264860|n1|a|b
+7|7|PENDING|Resources|N/A||a|b
 """
 
 
@@ -88,9 +88,9 @@ def test_squeue_is_asked_at_a_pace_whoever_asks(monkeypatch: pytest.MonkeyPatch)
 
 def test_jobs_of_a_het_job_come_by_their_own_ids() -> None:
     assert commands(Answer(0, HET_JOB)).jobs(["1", "7"]) == {
-        "1": JobInfo("1", "1", "RUNNING", "None", ("n1",), 1795264860.0),
-        "2": JobInfo("2", "1", "RUNNING", "None", ("n2", "n3"), 1795264860.0),
-        "7": JobInfo("7", None, "PENDING", "Resources", (), None),
+        "1": JobInfo("1", "1", "RUNNING", "None", ("n1",), 1795264860.0, "a|b"),
+        "2": JobInfo("2", "1", "RUNNING", "None", ("n2", "n3"), 1795264860.0, "a|b"),
+        "7": JobInfo("7", None, "PENDING", "Resources", (), None, "a|b"),
     }
 
 

@@ -35,7 +35,7 @@ class Controller:
     """squeue lists `jobs`; what else is asked succeeds and says nothing, or `says`."""
 
     def __init__(self) -> None:
-        self.jobs = {n: f"{n}|1+{n - 1}|RUNNING|None|9999999999|n{n}" for n in (1, 2, 3)}
+        self.jobs = {n: f"{n}|1+{n - 1}|RUNNING|None|9999999999|n{n}|run" for n in (1, 2, 3)}
         self.says = {"sbatch": "9\n"}
         self.asked: list[list[str]] = []
         self.hold: Callable[[], None] = lambda: None
@@ -132,7 +132,7 @@ def test_an_answer_that_makes_no_sense_is_told_and_watching_goes_on(
     lines = dict(controller.jobs)
     watched = watch(0.05)
     controller.jobs = {1: "something else"}
-    watched.until(lambda: "wanted 6 fields" in watched.notes(), "the note")
+    watched.until(lambda: "wanted 7 fields" in watched.notes(), "the note")
     controller.jobs = {1: lines[1], 2: lines[2]}
     watched.until(lambda: "NodeGone" in str(watched.told), "the end of a component")
 
@@ -182,7 +182,7 @@ def test_of_a_burst_job_there_are_the_nodes_that_the_run_has_not_lost(
 def test_a_burst_job_on_a_node_that_is_held_already_goes_back(
     watch: Callable[[float], Watched], controller: Controller
 ) -> None:
-    controller.jobs[9] = "9|9|RUNNING|None|9999999999|n2"  # once it is asked for
+    controller.jobs[9] = "9|9|RUNNING|None|9999999999|n2|run"  # once it is asked for
     watched = watch(0.05)
     watched.pool.want(1)
     watched.until(lambda: ["scancel", "9"] in controller.asked, "it to be cancelled")

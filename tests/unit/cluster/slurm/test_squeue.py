@@ -14,7 +14,7 @@ from liver_hpc.cluster.slurm.squeue import Squeue
 from liver_hpc.errors import DeadlineError
 from tests.slurm_answers import Answer
 
-JOBS = "1|1|RUNNING|None|9999999999|n1\n2|2|RUNNING|None|9999999999|n2\n"
+JOBS = "1|1|RUNNING|None|9999999999|n1|run\n2|2|RUNNING|None|9999999999|n2|run\n"
 STEPS = "1.0|liver-a0\n2.3|liver-a1\n"
 
 

@@ -35,7 +35,7 @@ def commands(played: Played) -> SlurmCommands:
 
 
 def queued(job: int, shown: str = "", state: str = "PENDING") -> Answer:
-    return Answer(0, f"{job}|{shown or job}|{state}|None|N/A|\n")
+    return Answer(0, f"{job}|{shown or job}|{state}|None|N/A||run\n")
 
 
 def test_a_job_is_submitted_once() -> None:
