@@ -49,11 +49,6 @@ def pages() -> dict[str, str]:
 # ---- commands
 
 
-def parser() -> argparse.ArgumentParser:
-    """That of `liver`."""
-    return new_parser()
-
-
 def subcommands(of: argparse.ArgumentParser) -> dict[str, tuple[str, argparse.ArgumentParser]]:
     """Each command's one line of help and its own parser, by its name."""
     (action,) = (one for one in of._actions if isinstance(one, argparse._SubParsersAction))
@@ -62,7 +57,7 @@ def subcommands(of: argparse.ArgumentParser) -> dict[str, tuple[str, argparse.Ar
 
 
 def commands() -> str:
-    liver = parser()
+    liver = new_parser()
     text = [
         "# Commands",
         str(liver.description),

@@ -56,15 +56,11 @@ def dashboard(run: RunDirectory, options: argparse.Namespace) -> None:
 
 def told(run: RunDirectory, host: str, port: int, token: str) -> Iterator[str]:
     """What a user is told: the address, who can reach it, and how from elsewhere."""
-    from ipaddress import ip_address
+    from liver_hpc.host.interfaces import is_loopback
 
     shown = f"[{host}]" if ":" in host else host
     yield f"http://{shown}:{port}/?token={token}"
-    try:
-        is_loopback = ip_address(host).is_loopback
-    except ValueError:
-        is_loopback = host == "localhost"
-    if not is_loopback:
+    if not is_loopback(host):
         yield "others on the network can read along: nothing is encrypted"
     elif run.config().cluster.kind == "slurm" or os.environ.get("SSH_CONNECTION"):
         yield f"from your own machine, first: {forwarding(shown, port)}"

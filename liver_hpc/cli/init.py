@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -58,7 +59,7 @@ def _data_fault(options: argparse.Namespace, data: str) -> str:
 
 
 def _file_fault(options: argparse.Namespace, file: str) -> str:
-    return "" if Path(file).expanduser().is_file() else f"there is no file {file!r}"
+    return "" if os.path.isfile(os.path.expanduser(file)) else f"there is no file {file!r}"
 
 
 def _workers_fault(options: argparse.Namespace, workers: int) -> str:
@@ -114,7 +115,9 @@ def init(options: argparse.Namespace, ask: Callable[[str], str] = input) -> None
     cannot be written; then nothing is written.
     """
     path = options.file
-    if path.exists() and not options.force:
+    if os.path.isdir(path):
+        raise ConfigError(f"{path} is a directory; name the file that is to be written")
+    if os.path.exists(path) and not options.force:
         raise ConfigError(f"{path} is there already; --force writes over it")
     of_slurm = (options.partition, options.burst_partition, options.gpus_per_node)
     if options.cluster is None and any(of_slurm):
@@ -239,7 +242,7 @@ def _gpt(options: argparse.Namespace) -> list[str]:
 
 def _is_pair(data: str) -> bool:
     """Whether it is the prefix of indexed data."""
-    return all(Path(f"{data}{end}").expanduser().exists() for end in (".bin", ".idx"))
+    return all(os.path.exists(os.path.expanduser(f"{data}{end}")) for end in (".bin", ".idx"))
 
 
 def _script(options: argparse.Namespace) -> list[str]:

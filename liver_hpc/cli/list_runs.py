@@ -10,6 +10,7 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -109,7 +110,7 @@ class _Files:
             kind = _kind(run) if world is None else world.cluster
             job = (run.job_id() or "") if kind == "slurm" else ""
             return cls(run, world, None, job)
-        except LiverError as error:
+        except (LiverError, OSError) as error:
             return cls(run, problem=str(error))
 
     @property
@@ -128,15 +129,15 @@ class _Files:
             return replace(run, state=state, reason=reason, step=self.outcome.step)
         if (newest := last_step(self.run.path / JOURNAL_FILE)) is not None:
             run = replace(run, step=newest.event["step"] + 1, last_step_s=newest.at_s)
-        state, reason = self._state(jobs)
+        try:
+            state, reason = self._state(jobs)
+        except (LiverError, OSError) as error:
+            state, reason = DAMAGED, str(error)
         return replace(run, state=state, reason=reason)
 
     def _state(self, jobs: Jobs) -> tuple[str, str]:
         """Of a run that has not ended, and why it is thought to be so."""
-        try:
-            address = self.run.coordinator()
-        except LiverError as error:
-            return DAMAGED, str(error)
+        address = self.run.coordinator()
         lives = TRAINING if self.world is not None else STARTING
         if self.run.coordinators_process() is not None:
             return lives, ""
@@ -159,8 +160,10 @@ class _Files:
 
 def _kind(run: RunDirectory) -> str:
     """Its `cluster.kind`, without all of run.yaml: of many runs that would take seconds."""
-    found = _KIND.search(run.config_path.read_text(encoding="utf-8"))
-    return str(run.config().cluster.kind if found is None else found[1])
+    with suppress(OSError, UnicodeDecodeError):  # `config` says what is wrong with it
+        if found := _KIND.search(run.config_path.read_text(encoding="utf-8")):
+            return found[1]
+    return run.config().cluster.kind
 
 
 def _cells(run: ListedRun, now_s: float) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from liver_hpc.cli.options import EXIT_BAD_INPUT, new_parser
+from liver_hpc.cli.options import EXIT_BAD_INPUT, RUNS_DIRECTORY, new_parser
 from liver_hpc.errors import ConfigError, LiverError, RequestRefused, problems_of
 
 if TYPE_CHECKING:
@@ -38,8 +38,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from argcomplete import autocomplete
 
         autocomplete(parser)
-    options = parser.parse_args(arguments)
     try:
+        try:
+            return _perform(parser.parse_args(arguments))
+        finally:  # also of --help
+            sys.stdout.flush()
+    except OSError as error:
+        try:
+            sys.stdout.flush()
+        except OSError:  # its reader has gone, or a disk is full: it is not tried again at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        is_unread = isinstance(error, BrokenPipeError)
+        return EXIT_OK if is_unread else _complain(error, EXIT_FAILED)
+
+
+def _perform(options: argparse.Namespace) -> int:
+    """Raises OSError where nobody knew of one: above all where the output cannot be written."""
+    try:
+        _check_directory()
         return _COMMANDS[options.command](options)
     except ConfigError as error:
         return _complain(error, EXIT_BAD_INPUT)
@@ -49,10 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(error, EXIT_FAILED)
     except KeyboardInterrupt:
         return _complain("interrupted; a run that was launched goes on", EXIT_INTERRUPTED)
-    except BrokenPipeError:
-        # Whoever read our output has gone; keep the interpreter from failing to flush at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_OK
+
+
+def _check_directory() -> None:
+    """Raises ConfigError where the current directory is gone: no path could be made absolute."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(f"the current directory: {error.strerror}; go to another one") from None
 
 
 def _complain(error: object, code: int) -> int:
@@ -82,6 +102,11 @@ def _submit(options: argparse.Namespace) -> int:
         run = _find(options.resume, options)
         print(f"run {run} goes on from step {resume_run(run)}", flush=True)
         return _follow(run) if follow else EXIT_OK
+    if options.runs_directory is not None:
+        raise ConfigError(
+            "--runs-directory says where the run of --resume is; with --config it is "
+            f"--set runs_directory={options.runs_directory}"
+        )
     with problems_of(options.config):
         config = load_users_run(options.config, options.set)
         if options.dry_run:
@@ -123,7 +148,10 @@ def _follow(run: RunDirectory) -> int:
     return _tell(run, outcome)
 
 
-def _tell(run: RunDirectory, outcome: Outcome) -> int:
+def _tell(run: RunDirectory, outcome: Outcome | None) -> int:
+    if outcome is None:
+        print(f"run {run} goes on when its job starts again")
+        return EXIT_OK
     print(f"run {run}: {outcome}")
     if outcome.state != "failed":
         return EXIT_OK
@@ -134,28 +162,20 @@ def _tell(run: RunDirectory, outcome: Outcome) -> int:
 def _find(name: str, options: argparse.Namespace) -> RunDirectory:
     from liver_hpc.run.directory import find_run
 
-    return find_run(name, options.runs_directory)
+    return find_run(name, options.runs_directory or RUNS_DIRECTORY)
 
 
 def _run(options: argparse.Namespace) -> int:
     from liver_hpc.cli.launch import run_here
 
-    run, outcome = run_here(options.config, options.set)
-    if outcome is None:
-        print(f"run {run} goes on when its job starts again")
-        return EXIT_OK
-    return _tell(run, outcome)
+    return _tell(*run_here(options.config, options.set))
 
 
 def _coordinate(options: argparse.Namespace) -> int:
     from liver_hpc.cli.launch import coordinate_here
 
     run = _find(options.run, options)
-    outcome = coordinate_here(run)
-    if outcome is None:
-        print(f"run {run} goes on when its job starts again")
-        return EXIT_OK
-    return _tell(run, outcome)
+    return _tell(run, coordinate_here(run))
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -249,6 +269,8 @@ def _dashboard(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from liver_hpc.doctor.command import run
 
+    if options.set and options.config is None:
+        raise ConfigError("--set changes what a run file says; name one by --config FILE")
     try:
         return run(options)
     except KeyboardInterrupt:

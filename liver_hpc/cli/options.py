@@ -16,6 +16,7 @@ from liver_hpc.report.command import add_options as add_report_options
 
 EXIT_BAD_INPUT = 2
 RUN_FILE = "run.yaml"
+RUNS_DIRECTORY = Path("runs")
 
 LIVER_EXAMPLES = """\
 liver init
@@ -111,7 +112,7 @@ def new_parser() -> argparse.ArgumentParser:
         text = "a run directory, its name, or `latest`"
         run = added.add_argument("run", metavar="RUN", help=text)
         run.completer = _runs  # type: ignore[attr-defined]
-        _directory(added, "default: runs", Path("runs"))
+        _directory(added, "default: runs", RUNS_DIRECTORY)
         return added
 
     _init_options(command("init", "write a run file to start from"))
@@ -194,7 +195,7 @@ def _submit_options(parser: argparse.ArgumentParser) -> None:
     _run_file(parser, required=False)
     text = "instead of --config: an ended run goes on from its newest checkpoint"
     add("--resume", metavar="RUN", help=text)
-    _directory(parser, argparse.SUPPRESS, Path("runs"))
+    _directory(parser, "of --resume: where the run is (default: runs)", None)
     kinds = ("local", "slurm", "auto")
     add("--cluster", choices=kinds, help="where to run; beats the run file")
     text = "print the resolved run with its sizes, and what Slurm would get; launch nothing"
@@ -204,7 +205,7 @@ def _submit_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _list_options(parser: argparse.ArgumentParser) -> None:
-    _directory(parser, "where runs are (default: runs)", Path("runs"))
+    _directory(parser, "where runs are (default: runs)", RUNS_DIRECTORY)
     _json(parser, "a list of objects, for programs")
 
 

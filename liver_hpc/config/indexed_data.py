@@ -36,9 +36,9 @@ class IndexedData:
 def read_indexed_data(prefix: Path) -> IndexedData:
     """Checks `<prefix>.idx` and `<prefix>.bin`; raises ConfigError when one is missing, is of
     another kind, or is shorter than the index says."""
-    index, tokens = prefix.with_name(prefix.name + ".idx"), prefix.with_name(prefix.name + ".bin")
-    index_bytes, held_bytes = _file_bytes(index), _file_bytes(tokens)
+    index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     try:
+        index_bytes, held_bytes = _file_bytes(index), _file_bytes(tokens)
         with index.open("rb") as stream:
             sequences, documents, name = _unpack_header(index, stream.read(_HEADER.size))
         wanted_index = _HEADER.size + sequences * 12 + documents * 8
@@ -51,7 +51,7 @@ def read_indexed_data(prefix: Path) -> IndexedData:
         last_length = int(np.fromfile(index, "<i4", 1, offset=lengths_end - 4)[0])
         last_offset = int(np.fromfile(index, "<i8", 1, offset=lengths_end + sequences * 8 - 8)[0])
     except OSError as error:
-        raise ConfigError(f"{index} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from None
     token_bytes = np.dtype(name).itemsize
     # Sequences lie one behind the other, so the end of the last one is the end of the data.
     wanted_bytes = last_offset + last_length * token_bytes

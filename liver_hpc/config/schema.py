@@ -39,6 +39,17 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    @field_validator("*")
+    @classmethod
+    def _has_a_home(cls, value: Any) -> Any:
+        """`~name/...` is of a user that there is."""
+        if isinstance(value, Path):
+            try:
+                value.expanduser()
+            except RuntimeError:
+                raise ValueError(f"there is no home directory {value.parts[0]!r}") from None
+        return value
+
 
 class LayoutSection(Section):
     """Sizes of the mesh axes; an axis left out is 1."""

@@ -40,7 +40,7 @@ def _order(options: argparse.Namespace) -> Order:
     defaults = RunConfig.model_construct()  # what a run file must say is nothing to the doctor
     config = load_users_run(options.config, options.set) if options.config else defaults
     if options.runs_directory is not None:
-        config = config.model_copy(update={"runs_directory": options.runs_directory})
+        config = config.model_copy(update={"runs_directory": options.runs_directory.absolute()})
     names = ("nodes", "partition", "account", "gpus_per_node", "grant_s")
     given = {name: getattr(options, name) for name in names}
     return Order(config, **{name: value for name, value in given.items() if value is not None})

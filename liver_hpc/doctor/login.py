@@ -133,8 +133,8 @@ def slowest_handoff_s(runs_directory: Path) -> float:
 
 def _runs_directory(order: Order) -> Result:
     directory = order.runs_directory
-    there = next(path for path in (directory, *directory.parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    there = next(path for path in (directory, *directory.parents) if os.path.exists(path))
+    if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
         return failed(f"{there} cannot be written to", "name another by --runs-directory")
     return passed(str(directory) if there == directory else f"{directory}, which can be made")
 

@@ -260,13 +260,16 @@ def find_recipe(name: str, directory: Path | None) -> type[Recipe]:
     takes no library's place. Raises ConfigError naming what was wanted and what came.
     """
     module_name, _, class_name = name.partition(":")
-    if not class_name:
+    if not class_name or "" in module_name.split("."):
         raise ConfigError(f"recipe: wanted module:Class, got {name!r}")
     if directory is not None and str(directory) not in sys.path:
         sys.path.append(str(directory))
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
+    except SyntaxError as error:
+        where = f"{error.filename}:{error.lineno}: {error.msg}"
+        raise ConfigError(f"recipe: cannot import {module_name!r}: {where}") from error
+    except ImportError as error:
         too = "" if directory is None else f"; it was looked for in {directory} too"
         if error.name is not None and error.name.partition(".")[0] in ("torch", "megatron"):
             too = "; where that is on the nodes alone, import it in the recipe's methods"

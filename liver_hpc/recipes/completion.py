@@ -30,7 +30,10 @@ def _derive(values: dict[Any, Any], where: Where) -> Mapping[KeyPath, Derived]:
     directory, model = values.get("recipe_directory"), values.get("model")
     if not isinstance(name, str) or not isinstance(directory, str | None):
         return {}  # the schema says what is wanted
-    own = own_recipe_directory(name, Path(directory) if directory else None)
+    try:
+        own = own_recipe_directory(name, Path(directory) if directory else None)
+    except RuntimeError:  # a home that there is not
+        return {}
     recipe = find_recipe(name, own)
     options = validated(recipe.Options, model or {}, lambda path: where(("model", *path)))
     try:

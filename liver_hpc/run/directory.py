@@ -293,10 +293,10 @@ def find_run(text: str, runs_directory: Path) -> RunDirectory:
     what lies there would be loaded.
     """
     path = runs_directory / text if text == LATEST else Path(text)
-    if not path.is_dir() and (runs_directory / text).is_dir():
-        path = runs_directory / text
     try:
-        resolved = path.resolve(strict=True)
+        if not path.is_dir() and (runs_directory / text).is_dir():
+            path = runs_directory / text
+        resolved = Path(os.path.realpath(path, strict=True))
         is_run = (resolved / "run.yaml").is_file()
         foreign = [f"{each} {text}" for each in (path, resolved) if (text := whose(each.lstat()))]
     except FileNotFoundError:

@@ -34,7 +34,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from docs import generate
+from liver_hpc.cli.options import new_parser
 from liver_hpc.config.load import parse_run
 from liver_hpc.errors import ConfigError
 from tests.unit.config.runs import MINIMAL
@@ -205,7 +205,7 @@ def problems_of(words: list[str]) -> Iterator[str]:
     if command in ("liver", "liver_hpc", "liver_hpc.submit"):
         arguments = ["submit", *rest] if command == "liver_hpc.submit" else rest
         try:
-            generate.parser().parse_args(arguments)
+            new_parser().parse_args(arguments)
         except SystemExit as exit_:
             if exit_.code:
                 yield f"{shlex.join(words)}: no such command or option"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from docs import generate
+from liver_hpc.cli.options import new_parser
 from liver_hpc.config.schema import RunConfig
 
 PAGES = generate.pages()
@@ -41,7 +42,7 @@ def test_a_key_has_type_unit_default_and_meaning() -> None:
 
 
 def test_every_option_is_in_the_page() -> None:
-    for name, (_, parser) in generate.subcommands(generate.parser()).items():
+    for name, (_, parser) in generate.subcommands(new_parser()).items():
         _, _, rest = PAGES["commands.md"].partition(f"## liver {name}\n")
         section = rest.partition("\n## ")[0]
         shown = [a for a in parser._actions if a.help != "==SUPPRESS==" and a.dest != "help"]

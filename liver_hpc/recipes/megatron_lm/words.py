@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def _absolute_words(option: Given) -> Iterator[str]:
 def _absolute(name: str, value: str) -> str:
     if "://" in value or not value or _is_number(value):  # an object store's; a blend's weight
         return value
-    path = Path(value).expanduser()
+    path = Path(os.path.expanduser(value))
     is_one = name in _PATHS or ("/" in value and path.exists())
     return str(path.absolute()) if is_one else value
 

@@ -100,6 +100,11 @@ def test_a_script_of_megatron_lm() -> None:
             ["--recipe", "megatron-lm", "--script", "gone.py", "--args", "a.txt"],
             "--script gone.py: there is no file 'gone.py'",
         ),
+        (
+            ["--recipe", "megatron-lm", "--script", "~nobody-here/x.py", "--args", "a.txt"],
+            "there is no file '~nobody-here/x.py'",
+        ),
+        ([".", "--force"], ". is a directory; name the file"),
         (["gone/run.yaml"], "gone/run.yaml cannot be written: No such file or directory"),
         (["--workers", "none"], "wanted a whole number of at least 1, got 'none'"),
     ],

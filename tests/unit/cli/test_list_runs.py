@@ -186,9 +186,16 @@ def test_a_run_that_was_queued_again_waits(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_damaged_file_is_told_of_its_run_alone() -> None:
     (make("one").path / "outcome.json").write_text("{}")
+    (make("a-directory").path / "outcome.json").mkdir()
+    make("no-text", trains=False).config_path.write_bytes(b"\xff")
+    make("no-yaml", trains=False).config_path.write_bytes(b"\0")
+    make("no-number").job_id_path.write_text("seven")
     Outcome("stopped", "asked to", 3).write(make("two").path)
-    states = {run.name: run.state for run in list_runs.list_runs(RUNS)[0]}
-    assert states == {"one": "damaged", "two": "stopped"}
+    runs = {run.name: run for run in list_runs.list_runs(RUNS)[0]}
+    assert (runs.pop("two").state, len(runs)) == ("stopped", 5)
+    for run in runs.values():
+        assert run.state == "damaged"
+        assert f"runs/{run.name}/" in run.reason
 
 
 @pytest.mark.parametrize("kind", ["local", "slurm"])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import subprocess
 import sys
@@ -129,6 +130,9 @@ def test_version(capsys: Captured) -> None:
         (["status", "latest"], "there is no run under runs yet"),
         (["status", "runs"], "there is no run runs: neither a directory, nor a name under runs"),
         (["report", "gone", "--runs-directory", "r"], "neither a directory, nor a name under r"),
+        (["status", "n" * 300], f"run {'n' * 300}: File name too long"),
+        (["submit", "--config", "x", "--runs-directory", "r"], "it is --set runs_directory=r"),
+        (["doctor", "--set", "name=x"], "--set changes what a run file says; name one by --config"),
     ],
 )
 def test_bad_input_exits_2(arguments: list[str], said: str, capsys: Captured) -> None:
@@ -311,6 +315,52 @@ def test_directory_that_is_no_run(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "other").mkdir()
     assert liver("status", "other") == 2
     assert "other is not a run directory: it has no run.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["runs_directory", "checkpoint.load", "recipe_directory"])
+def test_the_home_of_a_user_that_there_is_not(key: str, capsys: Captured) -> None:
+    given = f"--set={key}=~nobody-here/x"
+    recipe = {"recipe": "own:Recipe"} if key == "recipe_directory" else {}
+    path = write_minimal(Path(), **recipe)
+    assert liver("submit", "--config", str(path), given, "--dry-run") == 2
+    wanted = f"--set {key}=~nobody-here/x: there is no home directory '~nobody-here'"
+    assert wanted in capsys.readouterr().err
+
+
+def test_the_directory_may_be_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    path = write_minimal(tmp_path)
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert liver("submit", "--config", str(path), "--dry-run") == 2
+    assert "the current directory: No such file or directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["list"], ["--help"]])
+@pytest.mark.parametrize(("taker", "code", "said"), [("", 0, ""), ("/dev/full", 1, "[Errno 28]")])
+def test_output_that_nobody_takes(
+    taker: str, code: int, said: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe whose reader has gone, or a disk that is full."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    if taker:
+        output = os.open(taker, os.O_WRONLY)
+    else:
+        reader, output = os.pipe()
+        os.close(reader)
+    ended = subprocess.run(
+        [sys.executable, "-m", "liver_hpc", *words],
+        stdout=output,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(output)
+    assert ended.returncode == code
+    lines = [f"liver: error: {said} No space left on device"] if said else []
+    assert ended.stderr.splitlines() == lines
 
 
 # ---- run directories

@@ -38,12 +38,18 @@ def _elsewhere(tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
         ("data.text=[a.txt]", "data.text: no file matches "),
         ("workers.max=1000", "workers.max is 1000, but a local run on this machine may have"),
         ("recipe=nowhere:GPT", "recipe: cannot import 'nowhere'"),
+        ("recipe=:GPT", "recipe: wanted module:Class, got ':GPT'"),
+        ("recipe=..a:GPT", "recipe: wanted module:Class, got '..a:GPT'"),
+        ("recipe=typo:GPT", "typo.py:2: invalid syntax"),
+        ("recipe=older:GPT", "recipe: cannot import 'older': cannot import name 'gone' from 'os'"),
     ],
 )
 def test_nothing_is_made_of_a_run_that_is_wrong(
     tmp_path: Path, override: str, said: str, capsys: Captured
 ) -> None:
     path = write_minimal(tmp_path)
+    Path("typo.py").write_text("\nfrom import os\n")
+    Path("older.py").write_text("from os import gone\n")
     assert liver("submit", "--config", str(path), "--cluster", "local", "--set", override) == 2
     assert said in capsys.readouterr().err
     assert not Path("runs").exists()

@@ -60,6 +60,11 @@ def test_missing_half_is_named(prefix: Path, ending: str) -> None:
     assert said_of(prefix) == f"{prefix}{ending} is missing; wanted corpus.v1.bin and .idx"
 
 
+def test_names_that_no_file_has(tmp_path: Path) -> None:
+    assert said_of(tmp_path / ("n" * 300)).endswith(".idx cannot be read: File name too long")
+    assert said_of(Path(".")).startswith("..idx is missing")
+
+
 def test_truncated_tokens(prefix: Path) -> None:
     Path(f"{prefix}.bin").write_bytes(bytes(23))
     assert said_of(prefix) == (
