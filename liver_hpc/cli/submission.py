@@ -200,11 +200,12 @@ def check_partitions(config: RunConfig, commands: SlurmCommands | None = None) -
     """
     slurm = config.cluster.slurm
     commands = commands or SlurmCommands(slurm.command_s, slurm.unreachable_s)
-    asked = [
-        (f"cluster.slurm.components.{index}", part.partition, part.nodes, part.nodes)
-        for index, part in enumerate(slurm.components)
-        if part.partition is not None
-    ]
+    asked = []
+    for name in dict.fromkeys(part.partition for part in slurm.components if part.partition):
+        # Components of one job have their nodes at the same time, and never share one.
+        those = {i: part.nodes for i, part in enumerate(slurm.components) if part.partition == name}
+        where = f"cluster.slurm.components.{','.join(map(str, those))}"
+        asked.append((where, name, max(those.values()), sum(those.values())))
     if (burst := slurm.burst) is not None:
         where = "cluster.slurm.burst"
         asked.append((where, burst.partition, burst.nodes_per_request, burst.max_nodes))

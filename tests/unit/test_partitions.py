@@ -92,6 +92,10 @@ def test_partitions_that_are_large_enough(config: RunConfig) -> None:
             "cluster.slurm.components.0: wanted 4 nodes, partition stable has 3",
         ),
         (
+            run_on(("stable", 2), ("other", 1), ("stable", 2)),
+            "cluster.slurm.components.0,2: wanted 4 nodes, partition stable has 3",
+        ),
+        (
             run_on(("one,stable", 4)),
             "cluster.slurm.components.0: wanted 4 nodes, partition one,stable has 3",
         ),
