@@ -30,6 +30,7 @@ from liver_hpc.doctor.probe import ANSWER, ASKERS_TOKEN, Said, versions
 from liver_hpc.errors import ConfigError, DeadlineError, LiverError
 from liver_hpc.host.child import Child, Command
 from liver_hpc.host.process import quiet_thread
+from liver_hpc.recipes.specs import NOT_INSTALLED
 from liver_hpc.run.secret import create_secret
 
 ALLOCATION_MIN = 10
@@ -192,7 +193,7 @@ def _versions_wanted(order: Order) -> dict[str, str]:
     own = versions()
     if order.slurm.container is not None:
         return {"liver_hpc": own["liver_hpc"]}
-    return {package: version for package, version in own.items() if version != "none"}
+    return {package: version for package, version in own.items() if version != NOT_INSTALLED}
 
 
 def _srun(order: Order, count: int, name: str, around: str) -> list[str]:

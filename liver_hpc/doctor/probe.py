@@ -9,7 +9,6 @@ one that hangs holds up no other. What a probe opens for others stays open until
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -36,6 +35,7 @@ from liver_hpc.cluster.network import (
 from liver_hpc.config.schema import NetworkSection
 from liver_hpc.doctor.checks import Result, failed, passed, warned
 from liver_hpc.errors import ConfigError, LiverError
+from liver_hpc.recipes.specs import NOT_INSTALLED, versions_of
 
 PACKAGES = ("liver_hpc", "torch", "megatron-core", "mpi4py")
 ASKERS_TOKEN = "asker"
@@ -77,22 +77,16 @@ class Node:
 
 def versions() -> dict[str, str]:
     """Of Python and of what has to be the same everywhere."""
-    found = {"Python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "none"
-    return found
+    return {"Python": platform.python_version(), **versions_of(PACKAGES)}
 
 
 def same_versions(node: Node, wanted: dict[str, str]) -> Result:
     """wanted: of the asking host, those that have to be the same here."""
     own = versions()
     wrong = [
-        f"{package} is {version}, there {wanted.get(package, 'none')}"
+        f"{package} is {version}, there {wanted.get(package, NOT_INSTALLED)}"
         for package, version in own.items()
-        if version == "none" or version != wanted.get(package, version)
+        if version == NOT_INSTALLED or version != wanted.get(package, version)
     ]
     if not wrong:
         listed = ", ".join(f"{package} {version}" for package, version in own.items())

@@ -33,6 +33,7 @@ from liver_hpc.recipes.base import Recipe, load_recipe
 SPEC_FILE = "spec.json"
 DERIVE_MODULE = "liver_hpc.worker.derive"
 CANNOT_DERIVE = "the spec of its model cannot be derived"
+NOT_INSTALLED = "not installed"
 _VERSIONS = ("liver-hpc", "torch", "megatron-core")
 _WORKERS_LIBRARY = re.compile(r"No module named '(torch|megatron|einops|xxhash)\b")
 
@@ -130,7 +131,7 @@ def _begins_with(config: RunConfig) -> tuple[str, int | None] | None:
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
     """Which versions of these packages are installed here."""
-    versions = dict.fromkeys(packages, "not installed")
+    versions = dict.fromkeys(packages, NOT_INSTALLED)
     for package in versions:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)

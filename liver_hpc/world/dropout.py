@@ -169,7 +169,7 @@ class _Seeder:
         self._seed, self._layer, self._tp_rank = seed, layer, tp_rank
 
     def __call__(self, module: Any, _inputs: Any) -> None:
-        micro_batch = thread.micro_batch_of_thread()
+        micro_batch = thread.here.micro_batch
         if module.training and micro_batch is not None:
             seed = self._seed + _SAMPLES * (micro_batch.first_sample + 1)
             megatron.seed_dropout((seed * _LAYERS + self._layer) % 2**31, self._tp_rank)

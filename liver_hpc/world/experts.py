@@ -33,7 +33,7 @@ def _scale_by_micro_batch(scaler: Any) -> None:
     """
 
     def forward(ctx: Any, output: torch.Tensor, aux_loss: torch.Tensor) -> torch.Tensor:
-        micro_batch = thread.micro_batch_of_thread()
+        micro_batch = thread.here.micro_batch
         ctx.like = aux_loss.detach()
         ctx.scale = 1.0 if micro_batch is None else micro_batch.aux_scale
         return output
@@ -67,7 +67,7 @@ class _Keep:
         self._kept = kept
 
     def __call__(self, router: Any, _inputs: Any) -> None:
-        micro_batch = thread.micro_batch_of_thread()
+        micro_batch = thread.here.micro_batch
         if micro_batch is not None and micro_batch.padding:
             self._kept[:] = [getattr(router, _COUNTS).clone()]
 

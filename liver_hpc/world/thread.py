@@ -52,15 +52,6 @@ def rehearsal() -> Iterator[None]:
         here.rehearsing = False
 
 
-def compute(micro_batch: MicroBatch | None) -> None:
-    """Says what this thread computes from now on."""
-    here.micro_batch = micro_batch
-
-
-def micro_batch_of_thread() -> MicroBatch | None:
-    return here.micro_batch
-
-
 def recall_in_backward(output: torch.Tensor) -> None:
     """Makes the thread that computes the gradients of a forward's output know what the forward
     was of, for activations that are computed again: in a pipeline other micro-batches have gone

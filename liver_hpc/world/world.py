@@ -410,7 +410,7 @@ class World:
                     pg_collection=self.groups,
                 )
         finally:
-            thread.compute(None)
+            thread.here.micro_batch = None
         if self.at.pp != layout.pp - 1 or self.at.tp != 0:
             return Gradients(0.0, 0.0)
         weights = [float(reported.get("tokens", 1)) for reported in losses]
@@ -431,7 +431,7 @@ class World:
         if self.book.aborted:
             raise TransferError(f"the groups of generation {self.generation} were aborted")
         micro_batch, samples = next(micro_batches)
-        thread.compute(micro_batch)
+        thread.here.micro_batch = micro_batch
         begun = self.forward_times.begin(model)
         output, loss_function = self.recipe.loss(model, samples)
         self.forward_times.end(begun)
