@@ -14,16 +14,15 @@ from liver_hpc.config.schema import (
     CheckpointSection,
     DataSection,
     NetworkSection,
-    NoticeSection,
     RunConfig,
 )
 from liver_hpc.errors import CheckpointError, ConfigError
 from liver_hpc.layout.batch import batch_fault
 from liver_hpc.layout.budget import Budget
-from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.ramp import decay_steps
 from liver_hpc.recipes.base import Recipe
 from liver_hpc.recipes.text_data import text_files
+from liver_hpc.run.requests import noticed_layout
 from liver_hpc.tracking.base import missing_packages
 
 SMALLEST_BUCKET_BYTES = 65_536
@@ -145,7 +144,7 @@ def _check_notices(config: RunConfig) -> Iterator[str]:
             born += 1
             continue
         try:
-            target = wished_layout(config, notice)
+            target = noticed_layout(config, notice)
         except ConfigError as error:
             yield f"{where}: {error}"
             continue
@@ -153,32 +152,6 @@ def _check_notices(config: RunConfig) -> Iterator[str]:
             yield f"{where}: {target} is the layout in force by then; nothing would change"
         born += max(0, target.workers - layout.workers)
         layout = target
-
-
-def wished_layout(config: RunConfig, notice: NoticeSection) -> Layout:
-    """The layout that a notice leads to; raises ConfigError when there is none."""
-    if notice.layout is not None:
-        layout = notice.layout.layout()
-        allowed = config.allowed_layouts(layout.workers)
-        if layout.workers > config.workers.max:
-            raise ConfigError(
-                f"layout {layout} wants {layout.workers} workers, "
-                f"workers.max is {config.workers.max}"
-            )
-        if layout not in allowed:
-            valid = ", ".join(map(str, allowed)) or "none"
-            raise ConfigError(
-                f"layout {layout} is not allowed; layouts.{layout.workers} allows: {valid}"
-            )
-        return layout
-    workers = notice.workers or 0
-    allowed = config.allowed_layouts(workers)
-    if workers > config.workers.max:
-        raise ConfigError(f"{workers} workers are more than workers.max, {config.workers.max}")
-    if not allowed:
-        counts = ", ".join(map(str, config.worker_counts))
-        raise ConfigError(f"layouts has no entry for {workers} workers (entries: {counts})")
-    return allowed[0]
 
 
 def _check_budgets(config: RunConfig) -> Iterator[str]:

@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from liver_hpc.cli.check import wished_layout
 from liver_hpc.cluster.launcher import AGENT_MODULE
 from liver_hpc.cluster.slurm.burst import Request
 from liver_hpc.cluster.slurm.commands import sbatch_words
@@ -34,6 +33,7 @@ from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.recipes.base import Recipe
 from liver_hpc.report.wording import bytes_text
 from liver_hpc.run.directory import RunDirectory
+from liver_hpc.run.requests import noticed_layout
 
 STAMP = "DATE-TIME"
 TOKEN = "TOKEN"
@@ -230,7 +230,7 @@ def _next_rank_map(
         if notice.replace in available:
             available.remove(notice.replace)
     else:
-        layout = wished_layout(config, notice)
+        layout = noticed_layout(config, notice)
         joiners = max(0, layout.workers - len(available))
     available += range(born, born + joiners)
     return place(model, rank_map, layout, available, _nodes(config)), born + joiners

@@ -134,8 +134,7 @@ class RequestQueue:
         origin = f"step {notice.at_step}"
         if notice.replace is not None:
             return ReconfigurationRequest(origin, now_s, replace=notice.replace)
-        layout = None if notice.layout is None else notice.layout.layout()
-        return ReconfigurationRequest(origin, now_s, self._allowed(layout, notice.workers))
+        return ReconfigurationRequest(origin, now_s, self._allowed(*_wished(notice)))
 
     def due(self, step: int) -> list[NoticeSection]:
         """The scripted notices that are raised when step `step` has been done, each once."""
@@ -156,31 +155,15 @@ class RequestQueue:
                 self.asked = layout.workers
 
     def _allowed(self, layout: Layout | None, workers: int | None) -> Layout:
-        """The layout, or the one that is preferred for so many workers."""
-        if layout is None:
-            assert workers is not None
-            layouts = self._config.allowed_layouts(workers)
-            if not layouts:
-                raise RequestRefused(f"no layout of {workers} workers is allowed; {self._choice()}")
-            layout = layouts[0]
-        most = self._config.workers.max
-        if layout.workers > most:
-            raise RequestRefused(
-                f"layout {layout} wants {layout.workers} workers, workers.max is {most}; "
-                f"{self._choice()}"
-            )
-        if layout not in self._config.allowed_layouts(layout.workers):
-            raise RequestRefused(f"layout {layout} is not allowed; {self._choice()}")
+        try:
+            layout = allowed_layout(self._config, layout, workers)
+        except ConfigError as error:
+            raise RequestRefused(str(error)) from error
         try:
             self._check_layout(layout)
         except ConfigError as error:
             raise RequestRefused(f"layout {layout}: {error}") from error
         return layout
-
-    def _choice(self) -> str:
-        most = self._config.workers.max
-        names = [str(one) for one in self._config.layouts_listed if one.workers <= most]
-        return f"allowed are {', '.join(names)}"
 
     # ---- the queue
 
@@ -203,3 +186,30 @@ class RequestQueue:
         """The run is to end: nothing is asked for any more, by the run file neither."""
         self.waiting.clear()
         self._notices.clear()
+
+
+def noticed_layout(config: RunConfig, notice: NoticeSection) -> Layout:
+    """The layout that a scripted notice leads to. Raises ConfigError as `allowed_layout`."""
+    return allowed_layout(config, *_wished(notice))
+
+
+def _wished(notice: NoticeSection) -> tuple[Layout | None, int | None]:
+    return None if notice.layout is None else notice.layout.layout(), notice.workers
+
+
+def allowed_layout(config: RunConfig, layout: Layout | None, workers: int | None) -> Layout:
+    """The layout, or the one that is preferred for so many workers; raises ConfigError where the
+    run file does not allow it."""
+    most = config.workers.max
+    choice = ", ".join(str(one) for one in config.layouts_listed if one.workers <= most)
+    if layout is None:
+        assert workers is not None
+        layout = next(iter(config.allowed_layouts(workers)), None)
+        if layout is None:
+            raise ConfigError(f"no layout of {workers} workers is allowed; allowed are {choice}")
+    if layout.workers > most:
+        wants = f"layout {layout} wants {layout.workers} workers, workers.max is {most}"
+        raise ConfigError(f"{wants}; allowed are {choice}")
+    if layout not in config.allowed_layouts(layout.workers):
+        raise ConfigError(f"layout {layout} is not allowed; allowed are {choice}")
+    return layout

@@ -135,18 +135,19 @@ def test_notices_that_work_out() -> None:
     )
 
 
+ALLOWED = "allowed are tp1 pp1 dp2, tp2 pp1 dp1, tp2 pp1 dp2"
+
+
 @pytest.mark.parametrize(
     ("notice", "said"),
     [
         ({"at_step": 10, "workers": 4}, "the run ends at step 10, before it"),
         ({"at_step": 5, "layout": {"dp": 8}},
-         "layout tp1 pp1 dp8 wants 8 workers, workers.max is 4"),
-        ({"at_step": 5, "layout": {"dp": 4}},
-         "layout tp1 pp1 dp4 is not allowed; layouts.4 allows: tp2 pp1 dp2"),
-        ({"at_step": 5, "layout": {"dp": 3}},
-         "layout tp1 pp1 dp3 is not allowed; layouts.3 allows: none"),
-        ({"at_step": 5, "workers": 3}, "layouts has no entry for 3 workers (entries: 2, 4)"),
-        ({"at_step": 5, "workers": 8}, "8 workers are more than workers.max, 4"),
+         "layout tp1 pp1 dp8 wants 8 workers, workers.max is 4; " + ALLOWED),
+        ({"at_step": 5, "layout": {"dp": 4}}, "layout tp1 pp1 dp4 is not allowed; " + ALLOWED),
+        ({"at_step": 5, "layout": {"dp": 3}}, "layout tp1 pp1 dp3 is not allowed; " + ALLOWED),
+        ({"at_step": 5, "workers": 3}, "no layout of 3 workers is allowed; " + ALLOWED),
+        ({"at_step": 5, "workers": 8}, "no layout of 8 workers is allowed; " + ALLOWED),
         ({"at_step": 5, "workers": 2},
          "tp1 pp1 dp2 is the layout in force by then; nothing would change"),
         ({"at_step": 5, "replace": 2}, "there is no worker 2 by then; the newest is 1"),
