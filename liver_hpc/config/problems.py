@@ -16,14 +16,6 @@ KeyPath = tuple[Hashable, ...]
 Model = TypeVar("Model", bound=BaseModel)
 
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-_NO_MORE = "there is no such key any more, leave it out"
-EARLIER = {
-    "checkpoint.format": f"{_NO_MORE}: checkpoints are in Megatron's format, torch_dist",
-    "cluster.slurm.away_s": "this key is called 'unreachable_s' now",
-    "cluster.slurm.mpi": f"{_NO_MORE}: nodes meet over MPI without a plugin of Slurm's",
-    "metrics.flush_interval_s": f"{_NO_MORE}: every event goes to the journal at once",
-}
-"""Keys of earlier releases, and what holds now."""
 _BOUNDS = {
     "greater_than": ("gt", "more than"),
     "greater_than_equal": ("ge", "at least"),
@@ -82,8 +74,6 @@ def _text(details: list[ErrorDetails], path: KeyPath, model: type[BaseModel]) ->
     kind, got, key = details[0]["type"], details[0]["input"], str(path[-1]) if path else ""
     if kind in ("extra_forbidden", "invalid_key"):
         valid = sorted(_fields_at(model, path[:-1]))
-        if (now := EARLIER.get(key_text(path))) is not None:
-            return now
         close = difflib.get_close_matches(key, valid, n=1)
         meant = f"; did you mean {close[0]!r}?" if close else ""
         return f"unknown key{meant} (valid keys here: {', '.join(valid)})"

@@ -33,8 +33,7 @@ from liver_hpc.recipes.base import Recipe
 from liver_hpc.recipes.specs import versions_of
 from liver_hpc.rendezvous.mpi.network import MpiNetwork
 from liver_hpc.rendezvous.mpi.service import MpiRendezvous
-from liver_hpc.report.hdf5 import read_hdf5
-from liver_hpc.report.store import METRICS_FILE, write_metrics
+from liver_hpc.report.store import write_metrics
 from liver_hpc.run.codec import memory_of
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.entries import JOURNAL_FILE, last_start, read_entries
@@ -180,14 +179,10 @@ def _left(journal: Path, config: RunConfig, services: Services) -> Left | None:
 
 def _memory(directory: Path) -> Memory:
     """What the starts in other processes have left. What cannot be gone on with is kept under
-    another name: a damaged journal, and the metrics.h5 of a release that had no journal."""
-    journal, metrics = directory / JOURNAL_FILE, directory / METRICS_FILE
+    another name: a damaged journal."""
+    journal = directory / JOURNAL_FILE
     if not journal.exists():
-        if not metrics.exists():
-            return Memory()
-        generations = [step.generation for step in read_hdf5(metrics).steps]
-        _set_aside(metrics, "it is of an earlier release")
-        return Memory(max(generations, default=-1))
+        return Memory()
     try:
         return memory_of(read_entries(journal))
     except ConfigError as error:

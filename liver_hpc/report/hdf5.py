@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -25,9 +25,6 @@ from liver_hpc.run.records import TABLES, RunRecords
 FORMAT = ("v110", "v110")
 # What h5py raises for a failed system call, or for a file that makes no sense.
 HDF5_ERRORS = (OSError, RuntimeError)
-
-FIRST_TABLES = ("steps", "reconfigurations", "baselines")
-"""What every file has had from the beginning; the others came later."""
 
 # The first bytes of a file: the signature, the version, (from byte 28) where the file ends, ...
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
@@ -50,15 +47,10 @@ def write_hdf5(path: Path, records: RunRecords) -> None:
 
 
 def read_hdf5(path: Path) -> RunRecords:
-    """The records of a file of this release or an earlier one, also of one whose writer was killed.
-
-    Tables and columns that the file's version did not know are empty, or have their default.
-    Raises ConfigError when it is missing, truncated, or not such a file.
-    """
+    """The records of a file. Raises ConfigError when it is missing, truncated, or no such file."""
     try:
         _check_whole(path)
-        # Earlier releases let readers in while they wrote, and what they left may still say so.
-        with h5py.File(path, "r", swmr=True, locking=False) as file:
+        with h5py.File(path, "r", locking=False) as file:
             return RunRecords(
                 attributes={name: str(_plain(value)) for name, value in file.attrs.items()},
                 **{name: _records(file.get(name), name, path) for name in TABLES},
@@ -95,17 +87,14 @@ def _texts(texts: Sequence[str]) -> Rows:
 
 
 def _records(dataset: Any, name: str, path: Path) -> list[Any]:
-    if dataset is None and name not in FIRST_TABLES:
-        return []
     if not isinstance(dataset, h5py.Dataset):
         raise ConfigError(f"{path} is no metrics file: it has no table /{name}")
-    kind, columns = TABLES[name], dataset.dtype.names or ()
-    required = {f.name for f in fields(kind) if f.default is MISSING}
-    if missing := required.difference(columns):
+    kind = TABLES[name]
+    known = [field.name for field in fields(kind)]
+    if missing := {*known}.difference(dataset.dtype.names or ()):
         raise ConfigError(
             f"{path}: table /{name} lacks {sorted(missing)}; another version of liver_hpc wrote it"
         )
-    known = [f.name for f in fields(kind) if f.name in columns]
     rows = dataset[:][known].tolist()
     return [kind(**dict(zip(known, map(_plain, row), strict=True))) for row in rows]
 

@@ -30,7 +30,7 @@ METRICS_FILE = "metrics.h5"
 
 def read_run(run_directory: Path) -> RunRecords:
     """All records of a run, also of one that is going on or was killed: from its journal, else from
-    the metrics.h5 of an earlier release or of a benchmark.
+    the metrics.h5 of a benchmark.
 
     Raises ConfigError when there is neither, or it is damaged.
     """

@@ -51,7 +51,7 @@ class OwnJob(BaseModel):
     def made(self, run_directory: Path) -> bool:
         """Whether this start of the job, or an earlier one, noted itself in `run_directory`. One
         that was queued again also finds a directory of its name in which nobody has: its first
-        start was killed before it could, or was an earlier release's."""
+        start was killed before it could."""
         try:
             noted = OwnJob.model_validate_json((run_directory / JOB_FILE).read_bytes())
         except FileNotFoundError:

@@ -122,16 +122,10 @@ def test_alias_to_itself_ends(tmp_path: Path) -> None:
         ("handoff.bucket_byte=4", "unknown key; did you mean 'bucket_bytes'? (valid keys here: "
          "bucket_bytes, digests, direct, keep_groups, memory, overlap, staging_bytes, take_over, "
          "warm_up, warm_up_again)"),
-        ("metrics.flush_interval_s=1", "there is no such key any more, "
-         "leave it out: every event goes to the journal at once"),
         ("qqq=4", "unknown key (valid keys here: checkpoint, cluster, data, deadlines, eval, "),
         ("layouts.2.0.xq=4", "valid keys here: cp, dp, ep, pp, sequence_parallel, tp, vpp"),
         ("layouts.3.0.tp=3", "--set layouts.3.0.tp=3: layouts.3.0: unknown key (valid keys here: "),
         ("layouts.2.0.ep=4", "layout tp1 pp1 dp2 ep4: ep must divide dp x cp, which is 2"),
-        ("checkpoint.format=hdf5", "there is no such key any more, leave it out: checkp"),
-        ("cluster.slurm.away_s=5", "away_s=5: this key is called 'unreachable_s' now"),
-        ("cluster.slurm.mpi=pmi2", "mpi=pmi2: there is no such key any more, leave it "
-         "out: nodes meet over MPI without a plugin of Slurm's"),
         ("handoff.staging_bytes=64MB", "a whole number of bytes, got '64MB'; write 64000000"),
         ("handoff.staging_bytes=64 MiB", "got '64 MiB'; write 67108864"),
         ("handoff.staging_bytes=6.5", "wanted a whole number of bytes, got 6.5"),

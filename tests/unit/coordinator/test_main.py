@@ -26,14 +26,11 @@ from liver_hpc.coordinator.performer import Services
 from liver_hpc.errors import LiverError
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.status import StatusSnapshot
-from liver_hpc.report.hdf5 import read_hdf5, write_hdf5
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.events import Node
 from liver_hpc.run.outcome import Outcome
-from liver_hpc.run.records import RunRecords
 from tests.fakes import JournalRecords, tiny_recipe, tiny_run
 from tests.scripted_cluster import ScriptedCluster
-from tests.unit.report.rows import step
 
 SECRET = b"s" * 32
 LIMIT_S = 10.0
@@ -284,11 +281,3 @@ def test_a_damaged_journal_is_kept_and_the_run_goes_on(tmp_path: Path) -> None:
     assert _stopped_at_once(tmp_path).state == "stopped"
     assert (tmp_path / "journal.1.jsonl").read_text() == '{"n":0}\n'
     assert "line 1 is damaged" in (tmp_path / "logs/coordinator.log").read_text()
-
-
-def test_the_metrics_of_a_release_without_a_journal_are_kept(tmp_path: Path) -> None:
-    _write_run(tmp_path)
-    earlier = RunRecords([step(3, generation=4)], [], [], {"host": "n1"})
-    write_hdf5(tmp_path / "metrics.h5", earlier)
-    assert _stopped_at_once(tmp_path).state == "stopped"
-    assert read_hdf5(tmp_path / "metrics.1.h5").steps == earlier.steps

@@ -1,4 +1,4 @@
-"""A run's records as an HDF5 file, and files of earlier releases."""
+"""A run's records as an HDF5 file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from liver_hpc.errors import ConfigError
 from liver_hpc.report.hdf5 import read_hdf5, write_hdf5
 from liver_hpc.run.records import TABLES, RunRecords
-from tests.unit.report.rows import baseline, reconfiguration, step
+from tests.unit.report.rows import reconfiguration, step
 from tests.unit.report.run_of_everything import everything
 
 CELLS: dict[type, st.SearchStrategy[Any]] = {
@@ -78,41 +78,6 @@ def test_a_place_that_cannot_be_written_to_is_an_error_and_leaves_nothing(tmp_pa
     with pytest.raises(FileNotFoundError):
         write_hdf5(tmp_path / "gone" / "metrics.h5", everything())
     assert list(tmp_path.iterdir()) == []
-
-
-# ---- files of earlier releases
-
-
-def test_a_file_that_lacks_later_tables_and_columns_reads(path: Path) -> None:
-    write_hdf5(path, RunRecords([step(1)], [], [baseline()], {}))
-    with h5py.File(path, "r+") as file:
-        for name in ("worker_phases", "traffic", "networks", "notices"):
-            del file[name]
-        rows = file["baselines"][:]
-        del file["baselines"]
-        old = [name for name in rows.dtype.names if name != "lost_s"]
-        file.create_dataset("baselines", data=rows[old])
-    records = read_hdf5(path)
-    assert records.steps == [step(1)]
-    assert (records.worker_phases, records.traffic, records.notices) == ([], [], [])
-    assert repr(records.baselines) == repr([baseline(lost_s=float("nan"))])
-
-
-def test_a_file_whose_writer_was_killed_while_others_could_read_it_reads(path: Path) -> None:
-    """As earlier releases wrote it: longer texts, and marked as being written."""
-    write_hdf5(path, RunRecords([step(1)], [], [], {}))
-    with h5py.File(path, "r+", libver=("v110", "v110")) as file:
-        rows = file["steps"][:]
-        kind = [(n, "S16" if n == "phase" else rows.dtype[n]) for n in rows.dtype.names]
-        del file["steps"]
-        file.create_dataset("steps", data=rows.astype(kind), maxshape=(None,), chunks=(10,))
-        file.swmr_mode = True
-        file.flush()
-        left = path.read_bytes()
-    path.write_bytes(left)
-    with pytest.raises(OSError, match="already open"):
-        h5py.File(path, "r")
-    assert read_hdf5(path).steps == [step(1)]
 
 
 # ---- files that cannot be read
