@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from liver_hpc.config.completion import Derived
 from liver_hpc.config.problems import KeyPath, key_text, validated
-from liver_hpc.config.schema import RunConfig
+from liver_hpc.config.schema import RunConfig, Section
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.consistency import contradictions
 from liver_hpc.layout.coordinates import Coordinate, Layout
@@ -34,10 +34,8 @@ if TYPE_CHECKING:
 LossFunction = Callable[["torch.Tensor"], tuple["torch.Tensor", dict[str, "torch.Tensor"]]]
 
 
-class NoOptions(BaseModel):
+class NoOptions(Section):
     """The `model` section of a recipe that takes no options."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 @dataclass(frozen=True)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from liver_hpc.config.schema import PositiveInt
+from liver_hpc.config.schema import PositiveInt, Section
 
 Coefficient = Annotated[float, Field(ge=0)]
 
 
-class ExpertsConfig(BaseModel):
+class ExpertsConfig(Section):
     """Layers in which a router sends each token to some of many feed-forward blocks; sizes in
     elements. Without a number, no layer is one."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     number: Annotated[int, Field(ge=0)] = 0
     topk: PositiveInt = 2

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from liver_hpc.config.schema import PositiveInt, Seconds
+from liver_hpc.config.schema import PositiveInt, Seconds, Section
 from liver_hpc.recipes.expert_config import ExpertsConfig
 from liver_hpc.recipes.presets import PRESETS
 from liver_hpc.recipes.recompute_config import RecomputeConfig
 
 
-class LayerTimes(BaseModel):
+class LayerTimes(Section):
     """Seconds that a micro-batch takes in the parts of the model, forward and backward, on one
     worker; `liver check-model --times` measures them.
 
     layer: of every layer, or a list with one value for each. output: with the loss.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     embedding: Seconds
     layer: Seconds | tuple[Seconds, ...]
@@ -31,8 +29,6 @@ class GPTConfig(RecomputeConfig):
 
     preset: a known architecture (presets.py), whose values are taken where no others are given.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     preset: str | None = None
     implementation: Literal["auto", "local", "te"] = "auto"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import Field
 
-from liver_hpc.config.schema import PositiveInt
+from liver_hpc.config.schema import PositiveInt, Section
 
 
-class RecomputeConfig(BaseModel):
+class RecomputeConfig(Section):
     """What is computed again in the backward instead of being kept, as Megatron has it.
 
     selective: the `recompute_modules` of each layer. full: whole layers; uniform: all, as many at
@@ -19,7 +19,7 @@ class RecomputeConfig(BaseModel):
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_modules: list[
         Literal["core_attn", "mlp", "layernorm", "moe", "shared_experts", "moe_act"]
-    ] = ["core_attn"]
+    ] = Field(default=["core_attn"])
     recompute_method: Literal["uniform", "block"] = "uniform"
     recompute_num_layers: PositiveInt = 1
 

@@ -63,6 +63,7 @@ def test_heads_may_be_wider_than_their_share_of_the_hidden_size() -> None:
         ({"number": 4, "load_balancing": "sinkhorn"}, r"experts\.load_balancing\n.*'seq_aux_loss'"),
         ({"number": 4, "layer_freq": [1, 0]}, r"layer_freq names 2 layers, the model has 4"),
         ({"number": 4, "capacity": 1}, r"experts\.capacity\n"),
+        ({"number": 4, "z_loss_coeff": float("inf")}, r"z_loss_coeff\n.*finite number"),
     ],
 )
 def test_experts_that_do_not_fit_together_are_refused_by_key(
