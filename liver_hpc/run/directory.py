@@ -144,8 +144,8 @@ class RunDirectory:
 
     def note_job_id(self, job_id: str, name: str = "") -> None:
         """name: of a job in Slurm, where an id alone is not enough: another job may have it once
-        this one is over."""
-        write_whole(self.job_id_path, f"{job_id} {name}" if name else job_id)
+        this one is over. One that no line of text can hold is left out."""
+        write_whole(self.job_id_path, f"{job_id} {name}".strip() if name.isprintable() else job_id)
 
     def where_logs_are(self) -> str:
         return f"its logs are {self}/logs/*.log and {self}/submitit/*"

@@ -198,3 +198,14 @@ def test_latest_of_another_user_in_a_shared_directory_stays_and_is_told(
     assert problem == f"{shared}/latest does not name this run: Operation not permitted"
     assert (shared / "latest").readlink() == Path("tiny-1")
     assert [path.name for path in shared.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize(
+    ("noted", "known"), [("", ""), ("a|b c ", "a|b c"), ("a\nb", ""), ("a\udcff", "")]
+)
+def test_a_job_is_noted_with_its_name(tmp_path: Path, noted: str, known: str) -> None:
+    run = create_run_directory(tiny_run(runs_directory=tmp_path))
+    run.note_job_id("7", noted)
+    assert (run.job_id(), run.job_name()) == ("7", known)
+    run.job_id_path.write_text("7")  # as it was noted before names were
+    assert (run.job_id(), run.job_name()) == ("7", "")
