@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from pathlib import Path
@@ -27,7 +28,7 @@ class ArgumentsFile(BaseModel):
 
 
 def _absolute(path: Path) -> Path:
-    return path.expanduser().absolute()
+    return Path(os.path.expanduser(path)).absolute()
 
 
 def _plain(words: list[str], where: str = "") -> list[str]:
