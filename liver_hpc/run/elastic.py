@@ -93,10 +93,11 @@ class ElasticPolicy:
             pointless = request.pointless(world.rank_map)
             if pointless:
                 raise RequestRefused(pointless)
+        waits_for = "" if world is None or busy else self._waits_for_nodes(request, world)
         if request.layout is not None:
             self.queue.asked, self.queue.missing = request.layout.workers, None
             self._remember()
-        if world is not None and not busy and (waits_for := self._waits_for_nodes(request, world)):
+        if waits_for:
             return waits_for
         replaced = self.queue.add(request)
         if not busy:

@@ -24,7 +24,7 @@ from tests.unit.run.choices import Choices
 from tests.unit.run.outside import PlayedWorker
 from tests.unit.run.play import Play
 from tests.unit.run.remembered import remembered
-from tests.unit.run.scenes import ANY_NUMBER, DEADLINES, POLICY, SCENES, burst
+from tests.unit.run.scenes import ANY_NUMBER, DEADLINES, LONGEST_WAIT_S, POLICY, SCENES, burst
 
 TWO_NODES, MACHINE = SCENES[0], SCENES[1]
 
@@ -137,6 +137,17 @@ def test_the_last_word_stands_though_an_earlier_one_was_called_off_for_a_node() 
     play.calm()
     assert play.run.world is not None
     assert play.run.world.rank_map.layout.workers == 1
+
+
+def test_what_is_refused_bounds_nothing() -> None:
+    play = training()
+    assert not play.ask(m.ResizeRequest(workers=3)).ok
+    assert play.run.memory.ceiling is None
+    for number in (3, 4):
+        play.grant(burst(number))
+    play.calm(LONGEST_WAIT_S)
+    assert play.run.world is not None
+    assert play.run.world.rank_map.layout.workers == 4
 
 
 # ---- the simplest of what may happen
