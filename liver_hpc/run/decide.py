@@ -139,6 +139,8 @@ class Decider:
                 return way
         if self.queue.first is not None:
             return self._turn(self.queue.first)
+        if self.queue.awaits is not None and self._has_room(self.queue.awaits):
+            return self._turn(self.queue.awaits)
         return self._grow()
 
     def _placed(self, request: ReconfigurationRequest) -> RankMap:
@@ -165,13 +167,16 @@ class Decider:
 
     # ---- what was asked for
 
+    def _has_room(self, request: ReconfigurationRequest) -> bool:
+        free = self.nodes.free_slots()
+        return free is None or free >= request.joiners(self.source)
+
     def _turn(self, request: ReconfigurationRequest) -> Decision:
         pointless = request.pointless(self.source)
         if pointless:
             return Drop(request, pointless)
-        agents, free = self.nodes.agents, self.nodes.free_slots()
-        busy = agents.ending() or agents.booting(STANDBY)
-        if busy and free is not None and free < request.joiners(self.source):
+        agents = self.nodes.agents
+        if (agents.ending() or agents.booting(STANDBY)) and not self._has_room(request):
             return Wait(f"{request}: agents that are ending or booting hold slots that it needs")
         try:
             return Begin(request, self._placed(request))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 
 from liver_hpc.clock import Clock
 from liver_hpc.config.schema import RunConfig
@@ -96,6 +97,7 @@ class ElasticPolicy:
         waits_for = "" if world is None or busy else self._waits_for_nodes(request, world)
         if request.layout is not None:
             self.queue.asked, self.queue.missing = request.layout.workers, None
+            self.queue.awaits = request if waits_for else None
             self._remember()
         if waits_for:
             return waits_for
@@ -278,6 +280,8 @@ class ElasticPolicy:
         self.estimates.policy.at_step(step)
         self.observer.burst_wanted(world, step)
         while self.handoffs.idle:
+            if self._put_off(world):
+                continue
             now_s = self._clock.now_s()
             situation = (self.nodes, world, self.queue, self.estimates, now_s)
             left = self.queue.steps_left(step)
@@ -297,7 +301,7 @@ class ElasticPolicy:
                     stays = f"stays in {world.rank_map.layout}: to {decision.layout}"
                     self._out.append(a.Note(f"{stays}, {decision.reason}"))
                 case Drop():
-                    self.queue.waiting.pop(0)
+                    self.queue.had_its_turn(decision.request)
                     self._out.append(a.Note(f"dropped: {decision.request}: {decision.reason}"))
                 case Begin() if self.observer.only_watches(decision):
                     if (to_disk := self.observer.instead_of(decision, world, step)) is not None:
@@ -305,6 +309,17 @@ class ElasticPolicy:
                 case Begin():
                     self._begin(decision, world)
         return None
+
+    def _put_off(self, world: WorldRef) -> bool:
+        """Whether the request whose turn it is waits on, as its burst nodes are to come."""
+        request = self.queue.first
+        with suppress(RequestRefused):  # there is nothing to wait for: the handoff says what fails
+            if request is not None and (waits_for := self._waits_for_nodes(request, world)):
+                self.queue.had_its_turn(request)
+                self.queue.awaits = request
+                self._out.append(a.Note(waits_for))
+                return True
+        return False
 
     def _pause_growing(self) -> None:
         doublings = min(self._failed_growths, MOST_PAUSE_DOUBLINGS)
@@ -318,8 +333,7 @@ class ElasticPolicy:
             self._out.append(
                 a.Log(f"{request.origin}: the deadline may not be met: {decision.action}")
             )
-        if request is self.queue.first:
-            self.queue.waiting.pop(0)
+        self.queue.had_its_turn(request)
         self._out.append(a.Note(f"generation {generation}: {request}, from {world.rank_map}"))
         why = self._bounded_because(generation, world.rank_map, decision.target)
         self.handoffs.start(request, world, decision.target, bounded=bool(why))

@@ -404,8 +404,8 @@ class Lifecycle:
         if ending in (Ending.REQUEUE, Ending.RESTART):
             self.elastic.notices.restarts(str(ending), reason, self._clock.now_s())
         self.elastic.notices.close()
-        if self.elastic.queue.waiting:
-            never = "; ".join(map(str, self.elastic.queue.waiting))
+        if self.elastic.queue.not_granted:
+            never = "; ".join(map(str, self.elastic.queue.not_granted))
             self._out.append(Log(f"never granted: {never}"))
         self._note(f"{ending}: {reason}")
         self.agents.send(self.agents.present(), m.Exit(reason=f"{ending}: {reason}"))
@@ -497,7 +497,7 @@ class Lifecycle:
             spares=tuple(sorted(self.agents.kept)),
             handoffs_done=recorder.completed,
             handoffs_aborted=recorder.aborted,
-            queued=tuple(map(str, self.elastic.queue.waiting)),
+            queued=tuple(map(str, self.elastic.queue.not_granted)),
             handoff=self.handoffs.status(),
             last_event=last_event,
             metrics_error=metrics_error,

@@ -76,9 +76,7 @@ class Observer:
             instead="stays as it is" if stays else "to disk",
         )
         self._tell(row, f"begun {request}, from {source.layout}")
-        if request is self._queue.first:
-            self._queue.waiting.pop(0)
-        elif not decision.nodes:
+        if not decision.nodes:
             self._nodes.grow_at_s = math.inf
         elif stays:
             self._nodes.stuck = self._nodes.situation(world)

@@ -77,9 +77,11 @@ class ReconfigurationRequest:
 class RequestQueue:
     """The requests that wait for their turn, in order, and the run file's that are yet to come.
 
-    waiting: whose turn it is first. asked: the workers of the layout that somebody asked for last;
-    None before. missing: the layout that was there before workers were lost, until it, or what
-    somebody asks for, is there again; None where nodes, and not this, say what room there is.
+    waiting: whose turn it is first. awaits: a layout that somebody asked for and whose burst nodes
+    are to come; the next one that is asked for takes its place. asked: the workers of the layout
+    that somebody asked for last; None before. missing: the layout that was there before workers
+    were lost, until it, or what somebody asks for, is there again; None where nodes, and not this,
+    say what room there is.
     """
 
     def __init__(self, config: RunConfig, check_layout: Callable[[Layout], None]) -> None:
@@ -88,6 +90,7 @@ class RequestQueue:
         self._config = config
         self._check_layout = check_layout
         self.waiting: list[ReconfigurationRequest] = []
+        self.awaits: ReconfigurationRequest | None = None
         self._notices = sorted(config.notices, key=lambda notice: notice.at_step)
 
     @property
@@ -105,6 +108,11 @@ class RequestQueue:
     def first(self) -> ReconfigurationRequest | None:
         """The request whose turn it is."""
         return self.waiting[0] if self.waiting else None
+
+    @property
+    def not_granted(self) -> list[ReconfigurationRequest]:
+        """All that was asked for and has not had its turn."""
+        return self.waiting if self.awaits is None else [*self.waiting, self.awaits]
 
     def steps_left(self, step: int) -> float:
         """After `step` steps: until the run file asks for something, or else to the run's end. In
@@ -176,6 +184,13 @@ class RequestQueue:
         self.waiting.append(request)
         return None
 
+    def had_its_turn(self, request: ReconfigurationRequest) -> None:
+        """Of one that nobody asked for the queue knows nothing."""
+        if request is self.first:
+            self.waiting.pop(0)
+        if request.asked_for and request.layout is not None:
+            self.awaits = None
+
     def put_back(self, request: ReconfigurationRequest) -> None:
         """A request whose handoff was called off waits for its next turn, before all others; not
         where a later one has overtaken it meanwhile."""
@@ -185,6 +200,7 @@ class RequestQueue:
     def clear(self) -> None:
         """The run is to end: nothing is asked for any more, by the run file neither."""
         self.waiting.clear()
+        self.awaits = None
         self._notices.clear()
 
 

@@ -24,6 +24,7 @@ from tests.unit.run.choices import Choices
 from tests.unit.run.outside import PlayedWorker
 from tests.unit.run.play import Play
 from tests.unit.run.remembered import remembered
+from tests.unit.run.replay import differences
 from tests.unit.run.scenes import ANY_NUMBER, DEADLINES, LONGEST_WAIT_S, POLICY, SCENES, burst
 
 TWO_NODES, MACHINE = SCENES[0], SCENES[1]
@@ -148,6 +149,44 @@ def test_what_is_refused_bounds_nothing() -> None:
     play.calm(LONGEST_WAIT_S)
     assert play.run.world is not None
     assert play.run.world.rank_map.layout.workers == 4
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_layout_that_waits_for_burst_nodes_is_the_one_that_it_becomes(early: bool) -> None:
+    """And not the one of as many workers that is preferred; also where it had to wait for the start
+    of the run first."""
+    config = SCENES[3].config.model_copy(update={"layouts": TWO_NODES.config.layouts})
+    play = Play(replace(SCENES[3], config=config), Choices(b""))
+    play.begin()
+    if not early:
+        play.settle()
+    answer = play.ask(m.ResizeRequest(layout="tp=2,dp=2"))
+    assert answer.text.startswith("queued" if early else "waits for burst nodes")
+    play.settle()
+    assert play.run.snapshot(play.now_s, "", "").queued == ("resize to tp2 pp1 dp2 (operator)",)
+    for node in (burst(3), burst(4), burst(5)):
+        play.grant(node)
+        play.settle()
+    play.calm(LONGEST_WAIT_S)
+    assert play.run.world is not None
+    assert str(play.run.world.rank_map.layout) == "tp2 pp1 dp2"
+    assert [row.notice for row in play.watch.records] == ["resize to tp2 pp1 dp2 (operator)"]
+    assert not play.run.elastic.queue.not_granted
+    assert not [*differences(play.journal(), play.scene.new_run)]
+
+
+def test_whoever_asks_later_does_not_wait_for_burst_nodes_of_before() -> None:
+    play = training(SCENES[3])
+    assert play.ask(m.ResizeRequest(layout="tp=2,dp=2")).text.startswith("waits for burst nodes")
+    play.grant(burst(3))
+    play.hear_pool()
+    assert play.ask(m.ResizeRequest(workers=2)).text.startswith("started")
+    play.settle()
+    for node in (burst(4), burst(5)):
+        play.grant(node)
+    play.calm(LONGEST_WAIT_S)
+    assert play.run.world is not None
+    assert play.run.world.rank_map.layout.workers == 2
 
 
 # ---- the simplest of what may happen
