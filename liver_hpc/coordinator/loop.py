@@ -503,8 +503,7 @@ class Coordinator:
             case m.LaunchEnded(agent=said_by) if said_by == agent:
                 self._agents.heard(message)
             case m.WorkerEnded(agent=said_by) if said_by == agent:
-                if message.worker in self._registry:
-                    self._worker_gone(message.worker, message.how)
+                self._worker_gone(message.worker, message.how)
             case _:
                 log.warning("agent %s: unexpected %s", agent, message)
                 self._registry.drop(agent, "it has said what agents do not say")

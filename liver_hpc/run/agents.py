@@ -375,12 +375,13 @@ class Agents:
 
     def leave(self, worker: int, ended: bool = True) -> bool:
         """Strikes a worker off whose connection has ended; False when it was off already. Its slot
-        is free, unless its process may not have ended."""
+        is free, unless its process may not have ended; then it is once that is told, too."""
         agent = self._workers.pop(worker, None)
+        its = self._agent_of(worker) if agent is None else agent
+        if ended and its is not None:
+            its.gone.add(worker)
         if agent is None:
             return False
-        if ended:
-            agent.gone.add(worker)
         self._forget_spare(worker)
         self._leave_by.pop(worker, None)
         self._out.append(a.Disconnect(worker))

@@ -322,5 +322,9 @@ def test_a_signal_of_an_agent_is_brought_before_the_pool(make: Start) -> None:
 def test_an_agent_says_how_its_worker_ended(make: Start) -> None:
     run = on_two_nodes(make)
     lost = next(w for w in (0, 1) if run.coordinator.core.agents.node_of(w) == "n2")
+    struck_off = 7  # its slot is free now, so the core hears of it, too
+    run.cluster.agents["a1"].say(m.WorkerEnded(agent="a1", worker=struck_off, how="exit code 0"))
+    gone = {"type": "worker_gone", "worker": struck_off, "reason": "exit code 0"}
+    run.until(lambda: gone in [entry.event for entry in run.metrics.entries], "the core to hear")
     run.cluster.agents["a1"].say(m.WorkerEnded(agent="a1", worker=lost, how="signal 9"))
     assert run.outcome().reason == f"worker {lost} lost: signal 9"

@@ -281,10 +281,10 @@ class Play:
                     self.feed(word)
                 else:
                     self.workers[number].dead = True
-            case _ if number not in self.registered:
-                pass
             case Closed():
                 self.feed(e.WorkerGone(number, word.reason))
+            case _ if number not in self.registered:
+                pass
             case Saved():
                 self._part_saved(word)
             case m.Restored():

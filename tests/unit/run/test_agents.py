@@ -249,6 +249,17 @@ def test_a_kept_joiner_leaves_its_slot_to_others_once_it_has_ended(scene: Scene)
     assert scene.nodes.free_slots() == 0, "whoever ends holds all slots until its agent has ended"
 
 
+def test_the_slot_of_a_leaver_that_ended_late_is_free_once_it_has_ended(scene: Scene) -> None:
+    scene.launch(0, 2)
+    scene.met("a0")
+    scene.agents.send((0,), BYE)
+    scene.clock.advance(10.0)
+    assert scene.agents.reap() == [0]
+    assert scene.agents.taken() == {"": {0, 1}}
+    assert not scene.agents.leave(0), "it was struck off before"
+    assert scene.agents.taken() == {"": {1}}
+
+
 def test_an_agent_that_listens_too_late_is_told_that_it_is_of_no_more_use(scene: Scene) -> None:
     scene.launch(1, 2)
     scene.agents.listens("a0")
