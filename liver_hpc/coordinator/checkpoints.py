@@ -222,7 +222,8 @@ class Checkpoints:
             self._source = None
             return self._refused(source, f"worker {message.worker}: {message.reason}")
         self._restored[message.worker] = message
-        if set(self._restored) != set(rank_map.workers):
+        came, workers = self._restored.keys(), rank_map.workers
+        if len(came) < len(workers) or came != {*workers}:
             return None
         self._source = None
         if isinstance(source, Loaded):
@@ -306,7 +307,8 @@ class Checkpoints:
         step = message.scalars.step
         parts = self._pending.setdefault((message.generation, step), {})
         parts[message.worker] = message
-        if set(parts) != set(world.rank_map.workers):
+        workers = world.rank_map.workers
+        if len(parts) < len(workers) or parts.keys() != {*workers}:
             return None
         del self._pending[message.generation, step]
         problem = self._problem(parts, world.rank_map)

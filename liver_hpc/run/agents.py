@@ -93,6 +93,7 @@ class Agents:
         self._next_worker = 0
         self._agents: dict[str, Agent] = {}
         self._without_launch: set[str] = set()  # agents that have not met yet
+        self._launch_of: dict[int, str] = {}  # of each worker: its agent's name
         self._workers: dict[int, Agent] = {}  # those that are connected
         self._leave_by: dict[int, Deadline] = {}  # those of them that were told to exit
         self._nodes_of_workers: dict[int, str] = {}
@@ -163,6 +164,7 @@ class Agents:
             return a.TurnAway(name, f"agent {name}: wanted {wanted} workers, got {workers}")
         agent.workers = self.next_workers(workers)
         self._next_worker += workers
+        self._launch_of.update(dict.fromkeys(agent.workers, name))
         node = agent.seat.node
         self._nodes_of_workers.update(dict.fromkeys(agent.workers, node))
         number = self.number_of(node or name if self._agents_apart else node)
@@ -183,12 +185,17 @@ class Agents:
         return agent.generation
 
     def _agent_of(self, worker: int) -> Agent | None:
-        return next((agent for agent in self._agents.values() if worker in agent.workers), None)
+        return self._agents.get(self._launch_of.get(worker, ""))
 
     def arrived(self, generation: int) -> tuple[int, ...]:
         """The workers launched for a generation that are connected, sorted."""
         here = self._workers.items()
         return tuple(sorted(w for w, agent in here if agent.generation == generation))
+
+    def completes(self, worker: int) -> bool:
+        """Whether all of its generation's launch have come, now that this worker has."""
+        agent = self._workers[worker]
+        return agent.complete and not self._incomplete(agent.generation)
 
     def missing(self, generation: int) -> str:
         """Who of a generation's launch has not come yet; empty when all have."""
@@ -346,8 +353,7 @@ class Agents:
 
     def let_go(self, workers: Iterable[int], reason: str) -> None:
         """Those of the workers that are kept, or will be, exit."""
-        spare = self.spare(clearing=True)
-        if leave := tuple(worker for worker in workers if worker in spare):
+        if leave := tuple(w for w in workers if w in self.kept or w in self._clearing):
             self.send(leave, Exit(reason=reason))
 
     def linger(self, worker: int, limit_s: float) -> None:
@@ -427,7 +433,7 @@ class Agents:
 
     def _see_off(self, agent: Agent) -> None:
         """An agent goes once all of its workers have come, and all are gone or about to go."""
-        stays = any(its is agent and w not in self._leave_by for w, its in self._workers.items())
+        stays = any(w in self._workers and w not in self._leave_by for w in agent.workers)
         if agent.complete and not stays and agent.end_by is None:
             self._retire(agent, self.exit_s)
 

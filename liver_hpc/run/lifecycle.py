@@ -351,7 +351,8 @@ class Lifecycle:
         if self.world is None or not self.handoffs.idle or self._state is ENDED:
             return
         workers = self.world.rank_map.workers
-        if not self.agents.finished.issuperset(workers):
+        finished = self.agents.finished
+        if len(finished) < len(workers) or not finished.issuperset(workers):
             return
         steps, done = self.config.train.steps, self._steps_done
         if done >= steps:

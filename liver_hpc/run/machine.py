@@ -185,7 +185,7 @@ class Run(Lifecycle):
             self.agents.keep((hello.worker,), aborting=False)
         elif self.world is not None:
             self.handoffs.joined(hello, generation)
-        elif self._launched and not self.agents.missing(self._first_generation):
+        elif self._launched and self.agents.completes(hello.worker):
             self._begin()
 
     def _worker_gone(self, event: e.WorkerGone) -> None:

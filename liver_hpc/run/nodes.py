@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 
@@ -120,8 +120,9 @@ class HeldNodes(dict[str, HeldNode]):
 
     def kept(self) -> list[int]:
         """Kept joiners on usable nodes, in the order in which these are filled."""
-        there, kept = self.agents.workers_on, self.agents.spare(clearing=False)
-        return [worker for node in self.usable() for worker in there({node.name}, kept)]
+        order = {node.name: position for position, node in enumerate(self.usable())}
+        there = self.agents.workers_on(order, self.agents.spare(clearing=False))
+        return sorted(there, key=lambda worker: order[self.agents.node_of(worker)])
 
     def joiners(self, number: int) -> tuple[int, ...]:
         """The next so many joiners: kept ones, and the ids of those that are to be launched."""
@@ -149,9 +150,9 @@ class HeldNodes(dict[str, HeldNode]):
         Raises LiverError that says what is held when they do not fit.
         """
         seats: list[Seat] = []
-        left = workers
+        left, taken = workers, self.agents.taken()
         for node in self.usable():
-            slots = tuple(islice(self._open_slots(node), left))
+            slots = tuple(islice(_open_slots(node, taken), left))
             seats += self._split(node, slots)
             left -= len(slots)
             if left == 0:
@@ -164,14 +165,9 @@ class HeldNodes(dict[str, HeldNode]):
         """Places for up to so many spares, an agent for each, on nodes that are used without being
         asked for and do not go back when they are idle."""
         nodes = [node for node in self.usable() if node.automatic and not node.burst]
-        seats = (Seat(node.name, (slot,)) for node in nodes for slot in self._open_slots(node))
+        taken = self.agents.taken()
+        seats = (Seat(node.name, (slot,)) for node in nodes for slot in _open_slots(node, taken))
         return [*islice(seats, max(0, most))]
-
-    def _open_slots(self, node: Node) -> Iterator[int]:
-        """Those of a node that nobody holds."""
-        used = self.agents.taken().get(node.name, ())
-        numbers = count() if node.slots is None else range(node.slots)
-        return (slot for slot in numbers if slot not in used)
 
     def nodes_of(self, workers: Iterable[int], joiners: Iterable[int]) -> dict[int, int]:
         """The numbers of the nodes of workers, and of joiners, of whom some are to be launched, as
@@ -223,6 +219,13 @@ class HeldNodes(dict[str, HeldNode]):
         order = {name: position for position, name in enumerate(self)}
         whole_nodes = sorted(workers, key=lambda w: (ranks[w], order.get(on[w], len(order)), w))
         return sorted(whole_nodes[:number])
+
+
+def _open_slots(node: Node, taken: Mapping[str, Container[int]]) -> Iterator[int]:
+    """Those of a node that nobody holds."""
+    used = taken.get(node.name, ())
+    numbers = count() if node.slots is None else range(node.slots)
+    return (slot for slot in numbers if slot not in used)
 
 
 def _lasting(node: Node) -> tuple[bool, bool]:

@@ -80,6 +80,17 @@ def test_ids_are_given_in_the_order_of_the_meetings_and_never_again(scene: Scene
     assert [len(launch.agents) for launch in scene.done(Launch)] == [2, 1]  # type: ignore[union-attr]
 
 
+def test_the_last_worker_of_a_launch_completes_it(scene: Scene) -> None:
+    scene.launch(0, 4)
+    for agent in ("a0", "a1"):
+        scene.agents.meet(agent, 2)
+    completes = []
+    for worker in (0, 2, 1, 3):
+        scene.join(worker)
+        completes.append(scene.agents.completes(worker))
+    assert completes == [False, False, False, True]
+
+
 def test_missing_names_agents_first_and_then_workers(scene: Scene) -> None:
     scene.launch(0, 3)
     assert scene.agents.missing(0) == "agent a0 to meet, agent a1 to meet"

@@ -16,11 +16,13 @@ class Somebody:
 
     def __init__(self, taken: dict[str, set[int]], on: dict[int, str]) -> None:
         self._taken = taken
+        self.asked = 0  # how often who holds what was counted, over all agents
         self.node_of = on.__getitem__
         self.number_of = len
         self.spare = lambda clearing: []
 
     def taken(self, ending: bool = True) -> dict[str, set[int]]:
+        self.asked += 1
         return self._taken
 
 
@@ -55,6 +57,14 @@ def test_slots_in_use_are_left_alone() -> None:
     capacity = book(MAIN, BURST, taken={"n1": {0}})
     assert capacity.seats(2) == [Seat("n1", (1,)), Seat("n3", (0,))]
     assert capacity.free_slots() == 3
+
+
+def test_who_holds_what_is_counted_once_for_all_nodes() -> None:
+    capacity = book(*(Node(f"n{number}", "main", slots=2) for number in range(9)))
+    agents: Any = capacity.agents
+    assert len(capacity.seats(18)) == 9
+    assert len(capacity.standby_seats(18)) == 18
+    assert agents.asked == 2
 
 
 def test_what_does_not_fit_is_refused_with_what_is_held() -> None:
