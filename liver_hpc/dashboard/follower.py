@@ -14,7 +14,6 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from liver_hpc.clock import Clock
 from liver_hpc.dashboard.attempt import LiveAttempt, follow_attempt
 from liver_hpc.dashboard.page import Page
 from liver_hpc.dashboard.recorded import lanes, parts
@@ -47,10 +46,9 @@ Ask = Callable[[], HandoffStatus | None]
 class Follower:
     """Reads a journal, which need not be there yet, for as long as `follow` runs."""
 
-    def __init__(self, journal: Path, page: Page, clock: Clock, ask: Ask) -> None:
+    def __init__(self, journal: Path, page: Page, ask: Ask) -> None:
         self._journal = journal
         self._page = page
-        self._clock = clock
         self._ask = ask
         self._reader = JournalReader(journal)
         self._gathered = RecordsFold()
@@ -94,7 +92,8 @@ class Follower:
             while evaluations and evaluations[0].ended_s <= step.ended_s:
                 page.curve.evaluated(evaluations.pop(0).ended_s)
             page.curve.add(step, page.version + 1)
-        self._steps, self._evaluations = len(records.steps), len(records.evaluations)
+        self._steps = len(records.steps)
+        self._evaluations = len(records.evaluations) - len(evaluations)  # some are of the next step
         self._is_stale = self._is_stale or bool(entries)
         self._is_urgent = self._is_urgent or self._attempt is not before
         if self._attempt is not None and self._attempt.moves:

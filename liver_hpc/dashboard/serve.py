@@ -31,6 +31,6 @@ async def serve(
         raise ConfigError(f"{where}: cannot listen there: {error.strerror}") from error
     try:
         tell(server.address[1], token)
-        await Follower(journal, page, clock, ask).follow()
+        await Follower(journal, page, ask).follow()
     finally:
         server.close()

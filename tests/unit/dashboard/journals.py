@@ -20,11 +20,12 @@ def started(number: int = 0) -> bytes:
     return encode(number, 1000.0, {"type": "coordinator_started", "attributes": attributes})
 
 
-def step_lines(number: int, count: int, first: int = 0) -> bytes:
-    """So many steps from the first on, in entries from `number` on."""
+def step_lines(number: int, count: int, first: int = 0, began_s: float | None = None) -> bytes:
+    """So many steps from the first on, in entries from `number` on, each of a second."""
+    began_s = 1000.0 + first if began_s is None else began_s
     lines = []
     for n in range(count):
-        values = asdict(step(first + n, started_s=1000.0 + first + n))
+        values = asdict(step(first + n, started_s=began_s + n))
         values.pop("phase")
         event = {"type": "step_done", "worker": 0, **values}
         lines.append(encode(number + n, values["ended_s"], event))

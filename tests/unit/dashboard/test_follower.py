@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from liver_hpc.clock import FakeClock
 from liver_hpc.dashboard import follower as module
 from liver_hpc.dashboard.follower import Ask, Follower
 from liver_hpc.dashboard.page import Page
@@ -61,7 +60,7 @@ def follow(
 
     async def both() -> None:
         page = Page()
-        following = asyncio.create_task(Follower(journal, page, FakeClock(), ask).follow())
+        following = asyncio.create_task(Follower(journal, page, ask).follow())
         try:
             await see(Browser(page))
         finally:
@@ -139,6 +138,26 @@ def test_what_is_new_is_all_that_is_told(journal: Path) -> None:
         assert news["curve"]["from"] == 3
         assert len(news["curve"]["points"]) == 1
         assert {"nodes", "notes", "worlds", "handoff"} & news.keys() == set()
+
+    follow(journal, see)
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_a_step_begins_with_the_end_of_an_evaluation_that_was_read_before_it(
+    journal: Path, live: bool
+) -> None:
+    times = {"started_s": 1001.0, "ended_s": 1009.0}
+    evaluation = {"step": 1, "generation": 0, "loss": 1.0, "batches": 1, **times}
+    record = {"type": "record", "table": "evaluations", "row": evaluation}
+    told = {"type": "evaluated", "worker": 0, **evaluation}
+    append(journal, started() + step_lines(1, 1) + encode(2, 1009.0, told, [record]))
+
+    async def see(browser: Browser) -> None:
+        if live:
+            await browser.until(lambda b: bool(b.parts.get("evaluations")))
+        append(journal, step_lines(3, 1, first=1, began_s=1009.0))
+        await browser.until(lambda b: len(b.points) == 2)
+        assert browser.points[1][:2] == [9.0, 10.0]
 
     follow(journal, see)
 
