@@ -51,17 +51,21 @@ class Follower:
         self._page = page
         self._ask = ask
         self._reader = JournalReader(journal)
-        self._gathered = RecordsFold()
-        self._standing = Standing()
-        self._attempt: LiveAttempt | None = None
         self._asking = threading.Thread()
-        self._steps = self._evaluations = 0  # that the curve has
+        self._begin()
         self._is_stale = self._is_urgent = True  # the figures
         self._figures_at_s = self._figures_took_s = 0.0
 
+    def _begin(self) -> None:
+        """Nothing is known of the run."""
+        self._gathered = RecordsFold()
+        self._standing = Standing()
+        self._attempt: LiveAttempt | None = None
+        self._steps = self._evaluations = 0  # that the curve has
+
     async def follow(self) -> None:
-        """Never returns: a run that has ended may go on. A journal that cannot be read ends the
-        following, and the page says why."""
+        """Never returns: a run that has ended may go on. A journal that cannot be read is followed
+        no longer, and the page says why, until there is another one in its place."""
         while True:
             try:
                 entries = self._reader.more() if self._journal.exists() else []
@@ -69,14 +73,24 @@ class Follower:
             except ConfigError as error:
                 self._page.put({"problem": str(error)})
                 self._page.publish()
-                await asyncio.Event().wait()
+                unreadable = self._file()
+                while self._file() == unreadable:
+                    await asyncio.sleep(LOOK_S)
+                self._page.put({"problem": ""})
+                continue
             if entries or self._are_figures_due():
                 await self._tell()
             await asyncio.sleep(0 if entries else LOOK_S)
 
+    def _file(self) -> int | None:
+        return self._journal.stat().st_ino if self._journal.exists() else None
+
     def _take(self, entries: list[Entry]) -> None:
         """Raises ConfigError for what this release cannot read."""
         page, before = self._page, self._attempt
+        if entries and entries[0].number == 0:  # a damaged journal may have been set aside
+            self._begin()
+            page.begin()
         for entry in entries:
             self._gathered.take(entry)
             try:

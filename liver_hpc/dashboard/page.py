@@ -22,7 +22,7 @@ class Page:
 
     def __init__(self) -> None:
         self.began_s = 0.0
-        self.version = 0
+        self.version, self._begun = 0, 1
         self.curve = Curve()
         self.changed = asyncio.get_running_loop().create_future()
         self._parts: dict[str, tuple[int, Any]] = {}
@@ -33,6 +33,10 @@ class Page:
         if at_s is None or not math.isfinite(at_s):
             return None
         return round(at_s - self.began_s, 3)
+
+    def begin(self) -> None:
+        """The curve is empty again; of the parts each is to be put again."""
+        self.curve, self._begun = Curve(), self.version + 1
 
     def put(self, parts: dict[str, Any]) -> None:
         """Parts as they are now; the page is told of those that have changed, with `publish`."""
@@ -58,7 +62,7 @@ class Page:
         """A server-sent event with all that is newer than a version."""
         told = {name: value for name, (at, value) in self._parts.items() if at > version}
         first, points = self.curve.since(version)
-        if points or not version:
+        if points or version < self._begun:
             told["curve"] = {"from": first, "points": [self._row(point) for point in points]}
         told["now"] = self.since(now_s)
         data = json.dumps(strict(told), separators=(",", ":"))

@@ -70,7 +70,8 @@ def encode(
 
 class JournalReader:
     """Reads a journal from its beginning on, or from the line that begins at a byte, as far as it
-    has been written, and goes on from there whenever it is asked for more.
+    has been written, and goes on from there whenever it is asked for more. Where the line that was
+    read last is not there any more, the journal was begun anew: it is read from its beginning.
 
     read_bytes: where the whole lines that have been read end. torn_bytes: how many followed the
     last of them; they are read once their line is whole.
@@ -79,6 +80,7 @@ class JournalReader:
     def __init__(self, path: Path, begin: int = 0) -> None:
         self._path = path
         self._lines = 0
+        self._last = b""
         self._following = None if begin else 0
         self._where = f"{path}, line" if begin == 0 else f"{path}, from byte {begin} on, line"
         self.read_bytes = begin
@@ -92,7 +94,10 @@ class JournalReader:
         """
         try:
             with self._path.open("rb") as file:
-                file.seek(self.read_bytes)
+                file.seek(self.read_bytes - len(self._last))
+                if file.read(len(self._last)) != self._last:
+                    file.seek(0)
+                    self._lines, self._last, self.read_bytes, self._following = 0, b"", 0, 0
                 lines = file.readlines(_READ_BYTES)
         except OSError as error:
             raise ConfigError(f"{self._path} cannot be read: {error.strerror}") from error
@@ -106,7 +111,7 @@ class JournalReader:
                     f"got {entry.number}; lines are missing or there twice"
                 )
             self._following = entry.last + 1
-        self._lines += len(lines)
+        self._lines, self._last = self._lines + len(lines), lines[-1] if lines else self._last
         self.read_bytes += sum(map(len, lines))
         return entries
 

@@ -171,6 +171,25 @@ def test_a_damaged_journal_is_told_and_the_page_stays(journal: Path) -> None:
     follow(journal, see)
 
 
+def test_a_journal_that_is_begun_anew_is_followed_from_its_beginning(journal: Path) -> None:
+    """As after damage, for which the one before is set aside."""
+    append(journal, started() + step_lines(1, 3))
+
+    async def see(browser: Browser) -> None:
+        await browser.until(lambda b: len(b.points) == 3)
+        append(journal, b"damage\n")
+        await browser.until(lambda b: "is damaged" in b.parts.get("problem", ""))
+        journal.rename(journal.with_suffix(".1.jsonl"))
+        append(journal, started())
+        await browser.until(lambda b: b.points == [])
+        append(journal, step_lines(1, 2, first=3))
+        await browser.until(lambda b: len(b.points) == 2)
+        assert browser.parts["facts"]["step"] == "5 of 40"
+        assert browser.parts["problem"] == ""
+
+    follow(journal, see)
+
+
 PHASES = {
     "BOOT": b'"attempt_begins"',
     "PREPARE": b'"type":"prepare"',

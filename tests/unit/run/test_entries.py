@@ -17,6 +17,7 @@ from liver_hpc.errors import ConfigError
 from liver_hpc.run.entries import (
     COORDINATOR_STARTED,
     Entry,
+    JournalReader,
     decode,
     encode,
     last_start,
@@ -169,6 +170,24 @@ def test_a_journal_is_followed_for_as_long_as_somebody_waits(path: Path) -> None
         return data is not None
 
     assert [entry.number for entry in read_entries(path, wait)] == [0, 1, 2, 3]
+
+
+def test_a_journal_that_is_begun_anew_is_read_from_its_beginning(path: Path) -> None:
+    old, new = ([encode(n, at_s + n, {"type": "any"}) for n in range(3)] for at_s in (1.0, 50.0))
+    reader = JournalReader(write(path, *old))
+    assert len(reader.more()) == 3
+    write(path, new[0])
+    assert [entry.at_s for entry in reader.more()] == [50.0]
+    write(path.with_suffix(".new"), *old, encode(3, 4.0, {"type": "any"})).rename(path)
+    assert [entry.number for entry in reader.more()] == [0, 1, 2, 3]
+
+
+def test_a_copy_in_the_place_of_a_journal_is_read_on(path: Path) -> None:
+    lines = [encode(n, 1.0 + n, {"type": "any"}) for n in range(4)]
+    reader = JournalReader(write(path, *lines[:2], lines[2][:9]))
+    assert [entry.number for entry in reader.more()] == [0, 1]
+    write(path.with_suffix(".new"), *lines).rename(path)
+    assert [entry.number for entry in reader.more()] == [2, 3]
 
 
 def test_a_torn_line_is_left_out_once_nobody_waits(
