@@ -365,9 +365,7 @@ class PeerRegistry:
         del self._channels[agent]
         self._to_send.pop(agent, None)
         self._lose(agent, reason)
-        for worker, its in self._agents.items():
-            if its == agent:
-                self._lose(worker, reason)
+        self._lose_workers(agent, reason)
 
     def away(self) -> dict[Peer, str]:
         """Who is away, and why."""
@@ -392,23 +390,24 @@ class PeerRegistry:
             self._channels[agent].post(parts)
 
     def turn_away(self, agent: str, worker: int, reason: str) -> None:
-        """Tells a worker to end that is none of the run's."""
-        self._to_send.setdefault(agent, []).append(_told_to_go(worker, reason))
+        """Tells a worker to end that is none of the run's, where its agent is connected."""
+        if agent in self._channels:
+            self._to_send.setdefault(agent, []).append(_told_to_go(worker, reason))
 
     def drop(self, peer: Peer, reason: str) -> None:
         """Tells a peer to end, and talks to it no more. A worker may not hear it, so its agent is
-        told, too, as soon as that can be."""
+        told, too, as soon as that can be. The workers of an agent are away from then on."""
         if self._conversations.pop(peer, None) is None:
             return
         if isinstance(peer, int):
             agent = self._agents.pop(peer, "")
-            if agent in self._channels:
-                self.turn_away(agent, peer, reason)
+            self.turn_away(agent, peer, reason)
             self.send((agent,), m.EndWorker(worker=peer, reason=reason))
         elif (channel := self._channels.pop(peer, None)) is not None:
             del self._at[channel]
             channel.post([*self._to_send.pop(peer, []), Part(m.encode(m.Exit(reason=reason)))])
             channel.close()
+            self._lose_workers(peer, reason)
         self._why_away.pop(peer, None)
         self._heard_s.pop(peer, None)
         self._owed.discard(peer)
@@ -431,6 +430,10 @@ class PeerRegistry:
         agent = peer if isinstance(peer, str) else self._agents.get(peer)
         if agent in self._channels:
             self._to_send.setdefault(agent, []).append(part)
+
+    def _lose_workers(self, agent: str, reason: str) -> None:
+        for worker in self.workers_of(agent):
+            self._lose(worker, reason)
 
     def _lose(self, peer: Peer, reason: str) -> None:
         self._why_away[peer] = reason

@@ -484,8 +484,8 @@ class Coordinator:
 
     def _is_first_word(self, peer: Peer, agent: str, message: m.AnyMessage | None) -> bool:
         """Of a worker that is expected, whose conversation begins; another one is told to go."""
-        if not isinstance(peer, int):
-            return False  # an agent that was dropped just now
+        if not isinstance(peer, int) or agent not in self._registry:
+            return False  # an agent that was dropped just now, or a worker that it speaks for
         if self.core.expects(peer) and isinstance(message, m.Hello):
             self._registry.add(peer, agent)
             return True

@@ -227,6 +227,16 @@ def test_who_is_dropped_is_told_to_go_and_its_agent_to_kill_it(registry: PeerReg
     assert registry.agent_at(cast(Channel, b)) is None
 
 
+def test_an_agent_that_is_dropped_leaves_its_workers_away(registry: PeerRegistry) -> None:
+    a = connect_to(registry, "a", w0=0, w1=0)
+    registry.drop("a", "it breaks the rules")
+    assert registry.away() == dict.fromkeys((0, 1), "it breaks the rules")
+    posted = a.frames
+    registry.turn_away("a", 7, "it is not expected")  # in the rest of what it has said at once
+    registry.flush()
+    assert a.frames == posted
+
+
 def test_what_is_sent_to_one_who_is_away_waits_until_its_agent_calls_again(
     registry: PeerRegistry, clock: FakeClock
 ) -> None:
