@@ -25,15 +25,16 @@ class Progress:
         self._config = config
         self._clock = clock
         self._moved_s = clock.now_s()
-        self._beats: dict[int, tuple[m.Heartbeat, float]] = {}
+        self._beats: dict[int, m.Heartbeat] = {}  # those since then
         self._told_step = -1
 
     def moved(self) -> None:
         """Something else than a sign of life has come, or nobody could be heard."""
         self._moved_s = self._clock.now_s()
+        self._beats.clear()
 
     def beat(self, beat: m.Heartbeat) -> None:
-        self._beats[beat.worker] = (beat, self._clock.now_s())
+        self._beats[beat.worker] = beat
 
     def held_up(self, core: Run) -> HeldUp | None:
         """Who holds the others up; once for a step, unless they are to be given up."""
@@ -45,8 +46,7 @@ class Progress:
         if for_s < self._limit_s(core, step) or (step == self._told_step and not given_up):
             return None
         members = core.world.rank_map.workers
-        fresh = {w: self._beats[w] for w in members if w in self._beats}
-        heard = [beat for beat, at_s in fresh.values() if at_s > self._moved_s]
+        heard = [self._beats[w] for w in members if w in self._beats]
         stuck = [beat for beat in heard if not beat.waits]
         if len(heard) < len(members) or not 0 < len(stuck) < len(members):
             return None  # not all have been heard since, or all compute, or all wait

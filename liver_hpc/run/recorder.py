@@ -120,5 +120,7 @@ class RunRecorder:
         self._wake = ("release" if ended.outcome == "completed" else "prepare", now_s)
         self.completed += ended.outcome == "completed"
         self.aborted += ended.outcome != "completed"
+        if ended.outcome != "completed":
+            self._told.pop(ended.generation, None)
         self.attempt = None
         return record

@@ -60,9 +60,11 @@ class Standbys:
         now_s = self._clock.now_s()
         if now_s < max(self._not_before_s, self._nodes.granted_s + self._policy.settle_s):
             return
-        missing = self._wanted - len(self._agents.spare(clearing=True))
+        spare = self._agents.spare(clearing=True)
+        missing = self._wanted - len(spare)
         seats = self._nodes.standby_seats(missing) if self._failures < MOST_FAILURES else []
-        if seats:
+        if seats:  # in the place of those that have left, or have got a seat
+            self._rehearsed = {w: its for w, its in self._rehearsed.items() if w in spare}
             self._boot_by = Deadline.after(self._clock.present, self._boot_s, "standbys to boot")
             self._agents.launch(STANDBY, layout, seats)
 

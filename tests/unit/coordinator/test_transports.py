@@ -5,11 +5,16 @@ from __future__ import annotations
 import pytest
 
 from liver_hpc.clock import FakeClock
+from liver_hpc.layout.coordinates import Layout, RankMap
+from liver_hpc.protocol.actions import Ended
+from liver_hpc.protocol.events import Requested, WorldRef
 from liver_hpc.protocol.messages import Transports
+from liver_hpc.run.actions import AttemptBegins, Record, RecordAll
 from liver_hpc.run.recorder import RunRecorder
 from liver_hpc.run.records import NetworkRecord
 
 Rows = list[NetworkRecord]
+DP2 = Layout(1, 1, 2)
 
 
 def told(worker: int, host: str, *kinds: str, generation: int = 0, workers: int = 2) -> Transports:
@@ -30,7 +35,11 @@ def rows() -> Rows:
 
 @pytest.fixture
 def recorder(rows: Rows) -> RunRecorder:
-    return RunRecorder(lambda each: rows.append(each.row), FakeClock())  # type: ignore[union-attr,arg-type]
+    def add(what: Record | RecordAll | AttemptBegins) -> None:
+        if isinstance(what, Record) and isinstance(what.row, NetworkRecord):
+            rows.append(what.row)
+
+    return RunRecorder(add, FakeClock())
 
 
 def test_a_world_is_recorded_once_all_its_workers_have_said_what_they_use(
@@ -52,6 +61,15 @@ def test_worlds_that_connect_side_by_side_are_kept_apart(recorder: RunRecorder, 
     recorder.connected(told(0, "n1", "NET/Socket", generation=2))
     recorder.connected(told(1, "n1", "gloo tcp", generation=1))
     assert [record.generation for record in rows] == [1]
+
+
+def test_a_world_that_comes_to_nothing_is_forgotten(recorder: RunRecorder, rows: Rows) -> None:
+    source, target = WorldRef(0, RankMap(DP2, (0, 1))), RankMap(DP2, (2, 3))
+    recorder.attempt_begins(Requested(1, source, target, "test"), 0.0)
+    recorder.connected(told(2, "n1", "gloo tcp", generation=1))
+    recorder.attempt_ended(Ended(1, "aborted", "", source))
+    recorder.connected(told(3, "n1", "gloo tcp", generation=1))
+    assert rows == []
 
 
 def test_a_world_of_one_uses_none(recorder: RunRecorder, rows: Rows) -> None:

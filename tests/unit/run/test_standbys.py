@@ -119,7 +119,7 @@ def test_a_node_that_has_to_be_left_is_left_onto_it_without_a_boot_and_another_o
     assert {*play.run.world.rank_map.workers} == {1, 2}
     play.wait(SETTLE_S)
     play.settle()
-    assert [*play.run.agents.kept] == [3]
+    assert [*play.run.agents.kept] == [*play.run.standbys._rehearsed] == [3]
 
 
 def test_on_a_node_that_has_to_be_left_none_boots_and_none_waits() -> None:
