@@ -23,7 +23,8 @@ those after it."""
 
 class TensorBoard(Tracker):
     """Steps that are done again take the place of what was written for them: a session that starts
-    at their first one says so. Marks, which are texts, stay."""
+    at their first one says so. Marks, which are texts, stay: those that it ends are written again.
+    """
 
     def __init__(self, directory: Path, before: list[Mark], step: int, now_s: float) -> None:
         """Goes on in `directory` after `step` steps. before: marks that are there."""
@@ -31,16 +32,18 @@ class TensorBoard(Tracker):
         # Readers take files in the order of their names.
         name = f"events.out.tfevents.{now_s:017.6f}.{socket.gethostname()}.{os.getpid()}"
         self._writer = RecordWriter((directory / name).open("wb"))
-        self._texts: dict[tuple[str, int], list[str]] = {}
+        self._marks: dict[tuple[str, int], list[Mark]] = {}
         for mark in before:
-            self._text_of(mark)
+            self._marks_like(mark).append(mark)
         self._written = step
         self._write(Event(wall_time=now_s, file_version=VERSION))
         self._begin(step + 1, now_s)
 
     def take(self, what: Point | Mark) -> None:
         if isinstance(what, Mark):
-            self._mark(what)
+            marks = self._marks_like(what)
+            marks.append(what)
+            self._mark(marks)
             return
         if what.is_step and what.step <= self._written:  # of steps done again the first
             self._begin(what.step, what.at_s)
@@ -59,17 +62,20 @@ class TensorBoard(Tracker):
         started = SessionLog(status=SessionLog.START)
         self._write(Event(wall_time=at_s, step=step, session_log=started))
         self._written = step - 1
+        for marks in self._marks.values():
+            if marks[-1].step >= step:
+                self._mark(marks)
 
-    def _text_of(self, mark: Mark) -> str:
-        """All of a kind that came at one step are one text: of two the page shows the last."""
-        told = self._texts.setdefault((mark.kind, mark.step), [])
-        told.append(mark.text)
-        return "\n\n".join(told)
+    def _marks_like(self, mark: Mark) -> list[Mark]:
+        """All of a kind that came at one step."""
+        return self._marks.setdefault((mark.kind, mark.step), [])
 
-    def _mark(self, mark: Mark) -> None:
+    def _mark(self, marks: list[Mark]) -> None:
+        """They are one text: of two the page shows the last."""
+        mark = marks[-1]
         tensor = TensorProto(
             dtype=DT_STRING,
-            string_val=[self._text_of(mark).encode()],
+            string_val=["\n\n".join(each.text for each in marks).encode()],
             tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]),
         )
         tag = f"events/{mark.kind}"

@@ -9,7 +9,9 @@ import pytest
 
 from liver_hpc.tracking.base import Mark, Point
 
-event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+READERS = "tensorboard.backend.event_processing"
+event_accumulator = pytest.importorskip(f"{READERS}.event_accumulator")
+plugin_event_accumulator = pytest.importorskip(f"{READERS}.plugin_event_accumulator")
 
 
 def opened(path: Path, step: int, now_s: float, marks: list[Mark] | None = None) -> Any:
@@ -18,18 +20,17 @@ def opened(path: Path, step: int, now_s: float, marks: list[Mark] | None = None)
     return TensorBoard(path, marks or [], step, now_s)
 
 
-def read(path: Path) -> Any:
+def losses(path: Path) -> list[tuple[int, float]]:
     reader = event_accumulator.EventAccumulator(str(path))
     reader.Reload()
-    return reader
-
-
-def losses(path: Path) -> list[tuple[int, float]]:
-    return [(each.step, each.value) for each in read(path).Scalars("train/loss")]
+    return [(each.step, each.value) for each in reader.Scalars("train/loss")]
 
 
 def texts(path: Path, kind: str) -> list[tuple[int, str]]:
-    found = read(path).Tensors(f"events/{kind}")
+    """As the page has them, whose reader lets a session that starts end texts, too."""
+    reader = plugin_event_accumulator.EventAccumulator(str(path))
+    reader.Reload()
+    found = reader.Tensors(f"events/{kind}")
     return [(each.step, each.tensor_proto.string_val[0].decode()) for each in found]
 
 
@@ -63,14 +64,16 @@ def test_steps_done_again_take_the_place_of_the_first_and_marks_stay(tmp_path: P
 def test_what_the_next_process_tells_again_is_there_once(tmp_path: Path) -> None:
     """The first was killed after it had told step 3, and before it had noted that."""
     first = opened(tmp_path, 0, 1.0)
-    mark = Mark(1, 1001.5, "handoff", "a")
-    for what in (point(1, 1.0), mark, point(2, 2.0), point(3, 3.0)):
+    marks = [Mark(1, 1001.5, "handoff", "a"), Mark(2, 1002.5, "recovery", "d")]
+    for what in (point(1, 1.0), marks[0], point(2, 2.0), marks[1], point(3, 3.0)):
         first.take(what)
     first.close()
-    second = opened(tmp_path, 2, 2.0, [mark])
+    second = opened(tmp_path, 1, 2.0, marks)
+    second.take(point(2, 2.0))
     second.take(point(3, 3.5))
     second.take(Mark(3, 1004.0, "handoff", "b"))
     second.take(Mark(3, 1004.0, "handoff", "c"))
     second.close()
     assert losses(tmp_path) == [(1, 1.0), (2, 2.0), (3, 3.5)]
     assert texts(tmp_path, "handoff") == [(1, "a"), (3, "b"), (3, "b\n\nc")]
+    assert texts(tmp_path, "recovery") == [(2, "d")]
