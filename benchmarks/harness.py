@@ -29,6 +29,8 @@ import liver_hpc
 from benchmarks.reaper import nothing_outlives
 from liver_hpc.errors import LiverError
 from liver_hpc.host.files import write_whole
+from liver_hpc.report.report import strict
+from liver_hpc.run.records import RunRecords
 
 Value = TypeVar("Value")
 Row = Mapping[str, Any]
@@ -199,7 +201,7 @@ def document(result: BenchmarkResult) -> dict[str, Any]:
         name: {"count": s.count, "median": s.median, "low": s.low, "high": s.high}
         for name, s in result.spread.items()
     }
-    found: dict[str, Any] = _strict(
+    found: dict[str, Any] = strict(
         {
             "name": result.name,
             "figures": dict(result.figures),
@@ -273,10 +275,18 @@ def figure_text(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _strict(value: Any) -> Any:
-    """JSON knows neither NaN nor infinity."""
-    if isinstance(value, Mapping):
-        return {name: _strict(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_strict(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def losses(records: RunRecords) -> dict[int, float]:
+    """Of each step as it was done last."""
+    return {step.step: step.loss for step in records.steps}
+
+
+def loss_difference(
+    some: Mapping[int, float], others: Mapping[int, float], beyond: int = 0
+) -> float:
+    """Largest relative difference over the steps that both have done. Raises LiverError where none
+    of them is `beyond` or later."""
+    common = some.keys() & others.keys()
+    last = max(common, default=-1)
+    if last < beyond:
+        raise LiverError(f"wanted losses from step {beyond} on, got those to {last}")
+    return max(abs(some[step] - others[step]) / abs(others[step]) for step in common)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from types import TracebackType
 
 from liver_hpc.cli.client import Watch, await_coordinator, request, stop
 from liver_hpc.cli.submission import submit_run
@@ -53,12 +52,7 @@ class LiveRun:
     def __enter__(self) -> LiveRun:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NoReturn
 
-from pydantic import TypeAdapter
-
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import RankMap
@@ -16,19 +14,17 @@ from liver_hpc.layout.tensors import EXP_AVG, PARAMETER, ModelSpec, TensorSpec
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.recipes.base import NoOptions, Recipe
-from liver_hpc.run.codec import RECORDS, rows_of
+from liver_hpc.report.store import RecordsFold
 from liver_hpc.run.entries import Entry, Event, decode, encode
 from liver_hpc.run.epoch import Epoch
 from liver_hpc.run.events import JournalFailed
 from liver_hpc.run.journal import Journal, JournalNews, Written
 from liver_hpc.run.records import (
-    NetworkRecord,
     NoticeRecord,
     ReconfigurationRecord,
+    RunRecords,
     StepRecord,
     StragglerRecord,
-    TrafficRecord,
-    WorkerPhaseRecord,
 )
 
 FULL_DIGEST = 0x1234_5678_9ABC_DEF0
@@ -332,7 +328,7 @@ class MemoryJournal(Journal):
 
 
 class JournalRecords:
-    """The records that a journal in memory holds, as lists."""
+    """What a journal in memory holds, and some of its records."""
 
     def __init__(self) -> None:
         self.journal: MemoryJournal | None = None
@@ -347,46 +343,24 @@ class JournalRecords:
         return self.journal.entries if self.journal is not None else []
 
     @property
-    def steps(self) -> list[StepRecord]:
-        found = []
+    def records(self) -> RunRecords:
+        fold = RecordsFold()
         for entry in self.entries:
-            if entry.event["type"] == "step_done":
-                phases = [a["phase"] for a in entry.actions if a["type"] == "step_phase"]
-                values = {**entry.event, "phase": "".join(phases)}
-                names = StepRecord.__dataclass_fields__
-                found.append(StepRecord(**{name: values[name] for name in names}))
-        return found
+            fold.take(entry)
+        return fold.records
 
-    def _rows(self, kind: type[Any], table: str) -> list[Any]:
-        rows = TypeAdapter(kind)
-        return [
-            rows.validate_python(row)
-            for entry in self.entries
-            for action in entry.actions
-            if action["type"] in RECORDS and action["table"] == table
-            for row in rows_of(action)
-        ]
+    @property
+    def steps(self) -> list[StepRecord]:
+        return self.records.steps
 
     @property
     def reconfigurations(self) -> list[ReconfigurationRecord]:
-        return self._rows(ReconfigurationRecord, "reconfigurations")
+        return self.records.reconfigurations
 
     @property
     def notices(self) -> list[NoticeRecord]:
-        return self._rows(NoticeRecord, "notices")
+        return self.records.notices
 
     @property
     def stragglers(self) -> list[StragglerRecord]:
-        return self._rows(StragglerRecord, "stragglers")
-
-    @property
-    def networks(self) -> list[NetworkRecord]:
-        return self._rows(NetworkRecord, "networks")
-
-    @property
-    def worker_phases(self) -> list[WorkerPhaseRecord]:
-        return self._rows(WorkerPhaseRecord, "worker_phases")
-
-    @property
-    def traffic(self) -> list[TrafficRecord]:
-        return self._rows(TrafficRecord, "traffic")
+        return self.records.stragglers

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from types import TracebackType
 
 from benchmarks.baseline import page_cache
 from benchmarks.baseline.lines import Leave, Ready, Save, Stepped, Written
@@ -49,12 +48,7 @@ class RestartJob:
     def __enter__(self) -> RestartJob:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         for workers in (self._workers, self._held):
             if workers is not None:
                 workers.kill()

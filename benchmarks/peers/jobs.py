@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Event
-from types import TracebackType
 from typing import ClassVar
 
 from benchmarks.peers.events import JOIN, KILL, LEAVE, Change, Step, merged, settled
@@ -45,12 +44,7 @@ class PeerJob(ABC):
     def __enter__(self) -> PeerJob:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     @abstractmethod

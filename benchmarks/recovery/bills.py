@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -64,17 +64,3 @@ def median_step_s(steps: Sequence[StepRecord]) -> float:
     if not quiet_s:
         raise LiverError("wanted undisturbed steps for a median, got none")
     return statistics.median(quiet_s)
-
-
-def losses(records: RunRecords) -> dict[int, float]:
-    """Of each step as it was done last."""
-    return {step.step: step.loss for step in records.steps}
-
-
-def difference(some: Mapping[int, float], others: Mapping[int, float], beyond: int) -> float:
-    """Largest relative difference over the steps that both have done. Raises LiverError where none
-    of them is `beyond` or later."""
-    common = some.keys() & others.keys()
-    if max(common, default=-1) < beyond:
-        raise LiverError(f"wanted losses from step {beyond} on, got those to {max(common)}")
-    return max(abs(some[step] - others[step]) / abs(others[step]) for step in common)

@@ -15,11 +15,12 @@ from typing import Any
 
 import psutil
 
+from benchmarks.harness import loss_difference, losses
 from benchmarks.live_runs import LiveRun
 from benchmarks.processes import living
 from benchmarks.reconfigure.sweep import load_sweep, overlaid
 from benchmarks.recovery import torchft
-from benchmarks.recovery.bills import bill, difference, losses, median_step_s
+from benchmarks.recovery.bills import bill, median_step_s
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.config.schema import LayoutSection, RunConfig
 from liver_hpc.errors import DeadlineError, LiverError
@@ -175,7 +176,7 @@ class Trials:
             whole_s=back_s,
             median_step_s=median_s,
             steps_redone=found.steps_redone,
-            difference=difference(losses(records), quiet.losses, begun[-1].step),
+            difference=loss_difference(losses(records), quiet.losses, begun[-1].step),
             left=left,
         )
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from benchmarks.harness import BenchmarkResult, parser, reported
+from benchmarks.harness import BenchmarkResult, loss_difference, losses, parser, reported
 from benchmarks.live_runs import LiveRun
 from benchmarks.models import text_data
 from benchmarks.processes import living
@@ -148,15 +148,6 @@ def fixed_losses(config: RunConfig, steps: int) -> dict[int, float]:
     return losses(run.records())
 
 
-def losses(records: RunRecords) -> dict[int, float]:
-    """Of every step as it was done last."""
-    return {each.step: each.loss for each in records.steps}
-
-
-def difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> float:
-    return max(abs(loss - theirs[step]) / abs(theirs[step]) for step, loss in ours.items())
-
-
 def result(
     log: Log,
     records: RunRecords,
@@ -170,7 +161,7 @@ def result(
     allowed = sum(min(1, each.steps_redone) for each in records.recoveries)
     outcomes = Counter(each.outcome for each in records.reconfigurations)
     completed = [each for each in records.reconfigurations if each.outcome == COMPLETED]
-    differs, usual = difference(ours, undisturbed), difference(other, undisturbed)
+    differs, usual = loss_difference(ours, undisturbed), loss_difference(other, undisturbed)
     figures = {
         "events": len(log.events),
         "wrong_digests": sum(not each.digest_equal for each in completed),

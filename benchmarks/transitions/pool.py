@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from liver_hpc.clock import Deadline, SystemClock
@@ -63,12 +62,7 @@ class Pool:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._end()
 
     @property

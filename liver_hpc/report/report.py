@@ -64,7 +64,7 @@ def _recovery(figures: dict[str, Any]) -> dict[str, Any]:
 
 def strict(value: Any) -> Any:
     """JSON knows neither NaN nor infinity."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {name: strict(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [strict(inner) for inner in value]

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness import loss_difference
 from benchmarks.peers.events import KILL, Change, Step
 from benchmarks.recovery import torchft
 from benchmarks.recovery.__main__ import result
-from benchmarks.recovery.bills import Bill, bill, difference, median_step_s
+from benchmarks.recovery.bills import Bill, bill, median_step_s
 from benchmarks.recovery.copies import WITH, WITHOUT, Block, told_intervals
 from benchmarks.recovery.trials import (
     CASES,
@@ -88,9 +89,9 @@ def test_medians_are_of_undisturbed_steps_and_losses_are_compared_beyond_the_los
     assert median_step_s([*OLD, disturbed]) == 1.0
     with pytest.raises(LiverError, match="undisturbed"):
         median_step_s([disturbed])
-    assert difference({0: 2.0, 1: 2.0, 2: 9.0}, {0: 2.0, 1: 4.0}, beyond=1) == 0.5
+    assert loss_difference({0: 2.0, 1: 2.0, 2: 9.0}, {0: 2.0, 1: 4.0}, beyond=1) == 0.5
     with pytest.raises(LiverError, match="from step 2 on"):
-        difference({0: 2.0, 2: 9.0}, {0: 2.0}, beyond=2)
+        loss_difference({0: 2.0, 2: 9.0}, {0: 2.0}, beyond=2)
 
 
 def trial(method: str, lost_s: float, case: str = "worker", **fields: object) -> Trial:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.soak.__main__ import difference, growth, main
+from benchmarks.harness import loss_difference
+from benchmarks.soak.__main__ import growth, main
 from benchmarks.soak.coordinator import NodeBook
 from benchmarks.soak.storm import Held, Log
 from liver_hpc.run.events import NodeGone, NodeGranted, NodeWarned
@@ -26,7 +27,7 @@ def test_growth_is_of_the_process_that_was_seen_most_and_later_than_the_beginnin
 
 
 def test_losses_differ_by_the_worst_step() -> None:
-    assert difference({0: 1.0, 1: 2.2}, {0: 1.0, 1: 2.0, 2: 5.0}) == pytest.approx(0.1)
+    assert loss_difference({0: 1.0, 1: 2.2}, {0: 1.0, 1: 2.0, 2: 5.0}) == pytest.approx(0.1)
 
 
 def test_what_a_book_says_is_heard_once_by_each_reader(tmp_path: Path) -> None:

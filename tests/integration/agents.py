@@ -284,10 +284,6 @@ class Run:
         (joiner,) = self.joiners()
         return joiner
 
-    def programs(self) -> dict[str, int]:
-        """What runs, and one process id of each."""
-        return {Path(command_line(pid)[0]).name: pid for pid in self.alive()}
-
     def listens(self) -> list[str]:
         """The addresses at which anything of this test can be reached, the test itself included."""
         ours = marked_processes(TEST_MARK, self.mark)

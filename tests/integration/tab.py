@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
@@ -65,16 +64,6 @@ class Tab:
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
-
-    def screenshot(self, path: Path, height: int | None = None) -> None:
-        """Of the window; with a height, of that much of the page."""
-        options: Message = {}
-        if height is not None:
-            width = self.evaluate("innerWidth")
-            options["captureBeyondViewport"] = True
-            options["clip"] = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
-        data = self.call("Page.captureScreenshot", **options)["data"]
-        path.write_bytes(base64.b64decode(data))
 
     def _next(self, until_s: float) -> Message:
         while b"\0" not in self._unread:

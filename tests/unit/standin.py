@@ -12,7 +12,6 @@ import queue
 import socket
 import threading
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from liver_hpc.clock import Deadline, SystemClock
@@ -73,12 +72,7 @@ class StandIn:
         self._write("coordinator.json", address)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._server.close()
 
     def run(self, limit_s: float, inbox: Inbox | None = None) -> Outcome:

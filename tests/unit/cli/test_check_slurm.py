@@ -135,10 +135,6 @@ def test_gpus_are_a_number_or_a_type_and_a_number(tmp_path: Path, gpus: object) 
         load_run(write_minimal(tmp_path, cluster=section))
 
 
-def test_only_a_slurm_run_needs_components() -> None:
-    check_run(minimal(cluster={"kind": "local"}), FourHeads())
-
-
 def test_what_was_found_before_is_told_with_the_rest() -> None:
     with pytest.raises(ConfigError, match=r"^2 problems\n  elsewhere\n  cluster.slurm.comp"):
         check_run(on_slurm(), FourHeads(), ["elsewhere"])
