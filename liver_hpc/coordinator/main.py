@@ -39,7 +39,7 @@ from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.entries import JOURNAL_FILE, last_start, read_entries
 from liver_hpc.run.epoch import Superseded, claim_epoch
 from liver_hpc.run.events import Memory
-from liver_hpc.run.journal import Journal
+from liver_hpc.run.journal import Journal, continue_in_copy
 from liver_hpc.run.outcome import COORDINATOR_FILE, OUTCOME_FILE, Outcome, open_log
 from liver_hpc.run.secret import create_secret, read_secret
 
@@ -142,6 +142,7 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
 
     stack.enter_context(_logging_to(directory / "logs" / "coordinator.log", identity))
     epoch = claim_epoch(directory)
+    continue_in_copy(journal, epoch)
     memory = _memory(directory)
     # It reads the journal, which must be one that can be gone on with.
     watched = stack.enter_context(tracked(config, directory, control.note))

@@ -1,8 +1,8 @@
 """Which coordinator of a run counts: each takes the next number, and the highest is the one.
 
 A number is a file that only one can make, also on a shared file system. It is taken before the
-journal is read, and looked at again after each write to it, before anything comes of what was
-written. So what a coordinator acts upon, the next one has read.
+journal is read, and looked at again before each write to it, and after, before anything comes of
+what was written. So what a coordinator acts upon, the next one has read.
 """
 
 from __future__ import annotations

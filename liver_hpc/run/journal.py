@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import shutil
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
@@ -129,7 +131,8 @@ class Journal:
             try:
                 if batch:
                     self._write(b"".join(map(_line, batch)))
-                    self._check_epoch()
+                    if not self._is_ours():
+                        return
             except Superseded as superseded:
                 self._tell(superseded)
                 return
@@ -155,11 +158,11 @@ class Journal:
         if got < wanted:
             raise LiverError(f"the disk is full: wanted {wanted} bytes free, got {got}")
         with FileIO(self._path, "r+") as file:
+            self._check_epoch()  # the next one's file would be in its place by now
             size_bytes = os.fstat(file.fileno()).st_size
             if self._may_be_torn and size_bytes > self._end_bytes:
                 file.truncate(self._end_bytes)
             elif size_bytes != self._end_bytes:
-                self._check_epoch()
                 raise LiverError(
                     f"wanted {self._end_bytes} bytes in it, got {size_bytes}: "
                     "another process has written to it or cut it"
@@ -176,6 +179,20 @@ class Journal:
     def _check_epoch(self) -> None:
         if self._epoch is not None:
             self._epoch.check()
+
+    def _is_ours(self) -> bool:
+        """Whether what was written just now is this coordinator's to act upon. Asks again until it
+        is known: what is written is not written again. False where it is not known at the end;
+        raises Superseded."""
+        while True:
+            try:
+                self._check_epoch()
+                return True
+            except OSError as error:
+                self._failed(error)
+            with self._changed:
+                if self._changed.wait_for(lambda: self._closing, RETRY_S):
+                    return False
 
     def _failed(self, error: Exception) -> None:
         reason = str(error.strerror if isinstance(error, OSError) else error)
@@ -216,6 +233,35 @@ class _Waiting:
     line: bytes
 
 
+def continue_in_copy(path: Path, epoch: Epoch) -> None:
+    """Puts a copy in the journal's place, before the coordinator of `epoch` reads it: what one
+    before it writes late goes to the file that this one has open, and nowhere else.
+
+    Where there is no room for a copy the log says so, and the file stays. Raises Superseded.
+    """
+    copy = path.with_name(f".{path.name}.{epoch.number}")
+    try:
+        with path.open("rb") as source, open(_opened(copy, os.O_TRUNC), "wb") as target:
+            shutil.copyfileobj(source, target)
+            target.flush()
+            os.fsync(target.fileno())
+        epoch.check()  # else it would take the place of a later one's
+        copy.replace(path)
+        flush_to_disk(path.parent)
+    except FileNotFoundError:
+        pass  # there is no journal yet
+    except OSError as error:
+        log.warning("%s cannot be copied, and is gone on with as it is: %s", path, error.strerror)
+    finally:
+        with suppress(OSError):
+            copy.unlink(missing_ok=True)
+
+
+def _opened(path: Path, flags: int = 0) -> int:
+    """A descriptor of the file, which is made (mode 0600) where there is none."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
+
+
 def _line(waiting: _Waiting) -> bytes:
     dropped = {"type": STEPS_DROPPED, "count": waiting.last - waiting.number + 1}
     return waiting.line or encode(waiting.number, waiting.at_s, dropped)
@@ -224,7 +270,7 @@ def _line(waiting: _Waiting) -> bytes:
 def _open(path: Path) -> tuple[int, int]:
     """Makes the file or cuts off its torn last line; its size in bytes, and the next number."""
     try:
-        with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+        with open(_opened(path), "r+b") as file:
             size_bytes = os.fstat(file.fileno()).st_size
             end_bytes, last = _last_line(file.fileno()) if size_bytes else (0, b"")
             if end_bytes < size_bytes:

@@ -10,8 +10,9 @@ import subprocess
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.run import journal as module
 from liver_hpc.run.entries import Entry, read_entries
-from liver_hpc.run.epoch import Superseded, claim_epoch
+from liver_hpc.run.epoch import Epoch, Superseded, claim_epoch
 from liver_hpc.run.events import JournalFailed
-from liver_hpc.run.journal import Journal, JournalNews, Written
+from liver_hpc.run.journal import Journal, JournalNews, Written, continue_in_copy
 from tests.fakes import MemoryJournal
 
 LIMIT_S = 30.0
@@ -455,17 +456,35 @@ def test_what_another_process_has_written_is_not_written_over(path: Path) -> Non
     assert [entry.event for entry in read_entries(path)] == [BEGUN, BEGUN]
 
 
+@contextmanager
+def writes(
+    monkeypatch: pytest.MonkeyPatch, write: Callable[[FileIO, memoryview], int]
+) -> Iterator[None]:
+    class File(FileIO):
+        def write(self, data: Any) -> int:
+            return write(self, data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "FileIO", File)
+        yield
+
+
 def test_nothing_comes_of_what_is_written_once_another_coordinator_has_taken_over(
-    path: Path,
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may not have read that; so it is never told as written. And no more is tried."""
     epoch, told = claim_epoch(path.parent), list[JournalNews]()
+
+    def takes_over(file: FileIO, data: memoryview) -> int:
+        claim_epoch(path.parent)
+        return FileIO.write(file, data)
+
     ours = Journal(path, told.append, 0, epoch=epoch)
     ours.append(1.0, BEGUN)
     until(lambda: told == [Written(0)], "the first entry")
-    claim_epoch(path.parent)
-    ours.append(2.0, {"type": "late"})
-    until(lambda: len(told) == 2, "the news")
+    with writes(monkeypatch, takes_over):
+        ours.append(2.0, {"type": "late"})
+        until(lambda: len(told) == 2, "the news")
     with opened(path) as theirs:
         theirs.append(3.0, {"type": "taken over"})
     ours.append(4.0, {"type": "later"})
@@ -486,6 +505,88 @@ def test_one_that_wakes_finds_what_the_next_coordinator_has_written(path: Path) 
     ours.close(LIMIT_S)
     assert isinstance(told[0], Superseded)
     assert [entry.event for entry in read_entries(path)] == [BEGUN]
+
+
+def test_what_is_written_is_not_written_again_while_it_is_not_known_whose_the_run_is(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, looks = list[JournalNews](), iter([0, OSError(errno.ESTALE, "Stale file handle")])
+
+    def newest(directory: Path) -> int:
+        found = next(looks, 0)
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    monkeypatch.setattr("liver_hpc.run.epoch.newest_epoch", newest)
+    ours = Journal(path, told.append, 0, epoch=Epoch(path.parent, 1))
+    ours.append(1.0, BEGUN)
+    until(lambda: len(told) == 2, "the news")
+    assert told == [JournalFailed("Stale file handle"), Written(0)]
+    ours.close(LIMIT_S)
+    assert numbers(path) == [0]
+
+
+def test_a_write_that_is_tried_again_cuts_nothing_off_that_the_next_coordinator_has_written(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RETRY_S", LIMIT_S)
+    told = list[JournalNews]()
+
+    def fails(file: FileIO, data: memoryview) -> int:
+        FileIO.write(file, data[:5])
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    ours = Journal(path, told.append, 0, epoch=claim_epoch(path.parent))
+    with writes(monkeypatch, fails):
+        ours.append(1.0, {"type": "late"})
+        until(lambda: told, "the failure")
+    claim_epoch(path.parent)
+    with opened(path) as theirs:
+        theirs.append(2.0, BEGUN)
+    ours.close(LIMIT_S)  # with a last attempt
+    assert [type(each) for each in told] == [JournalFailed, Superseded]
+    assert [entry.event for entry in read_entries(path)] == [BEGUN]
+
+
+def test_one_that_stood_still_as_it_wrote_writes_over_nothing_of_the_next_coordinators(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, stands, wakes = list[JournalNews](), threading.Event(), threading.Event()
+
+    def stands_still(file: FileIO, data: memoryview) -> int:
+        stands.set()
+        assert wakes.wait(LIMIT_S)
+        return FileIO.write(file, data)
+
+    with opened(path) as before:
+        before.append(1.0, BEGUN)
+    mode = path.stat().st_mode
+    ours = Journal(path, told.append, 0, epoch=claim_epoch(path.parent))
+    with writes(monkeypatch, stands_still):
+        ours.append(2.0, {"type": "late"})
+        assert stands.wait(LIMIT_S)
+    continue_in_copy(path, claim_epoch(path.parent))
+    with opened(path) as theirs:
+        theirs.append(3.0, {"type": "taken over"})
+    wakes.set()
+    ours.close(LIMIT_S)
+    assert [type(each) for each in told] == [Superseded]
+    assert [entry.event["type"] for entry in read_entries(path)] == ["begun", "taken over"]
+    assert path.stat().st_mode == mode
+    assert {each.name for each in path.parent.iterdir()} == {path.name, "coordinators"}
+
+
+def test_a_copy_takes_the_place_of_no_later_coordinators_journal(path: Path) -> None:
+    epoch = claim_epoch(path.parent)
+    continue_in_copy(path, epoch)  # there is nothing to copy
+    with opened(path) as journal:
+        journal.append(1.0, BEGUN)
+    claim_epoch(path.parent)
+    number = path.stat().st_ino
+    with pytest.raises(Superseded):
+        continue_in_copy(path, epoch)
+    assert path.stat().st_ino == number
 
 
 def test_what_was_told_as_written_survives_a_kill(path: Path) -> None:
