@@ -142,8 +142,9 @@ class Coordinator:
                     stack.pop_all()  # all that there is belongs to the other one
                     for hang_up in self._hang_up:
                         hang_up()
+                    self._journal.close(self._config.deadlines.control_s)  # it writes no more
                     raise
-                except LiverError as error:
+                except (LiverError, OSError) as error:
                     log.exception("the run failed")
                     self._feed(e.ShellFailed(str(error)))
                     self._perform_held()
@@ -265,7 +266,7 @@ class Coordinator:
     def _turn(self) -> None:
         event = self._inbox.get(TICK_S)
         if self._frozen:  # before anything comes of what was heard
-            self._epoch.check()
+            self._check_epoch()
         if event is not None:
             self._dispatch(event)
         if event is None or self._clock.now_s() >= self._next_tick_s:
@@ -295,7 +296,7 @@ class Coordinator:
             case Superseded():
                 raise event
             case e.JournalFailed():
-                self._epoch.check()  # what comes of it now stands in no journal
+                self._check_epoch()  # what comes of it now stands in no journal
                 self._journal_failed = True
                 self._perform_held()
                 self._feed(event)
@@ -307,7 +308,7 @@ class Coordinator:
         frozen, self._last_tick_s = self._frozen, now_s
         if frozen or now_s >= self._next_epoch_s:
             self._next_epoch_s = now_s + EPOCH_S
-            self._epoch.check()
+            self._check_epoch()
             self._registry.tell_what_is_safe()
         if frozen:
             # It was this process that stood still (a suspended machine, a slow disk): what was
@@ -324,6 +325,14 @@ class Coordinator:
         if self._inbox.empty():  # else the heartbeat may be in there
             self._look_at_the_silent()
             self._look_at_progress()
+
+    def _check_epoch(self) -> None:
+        """Raises Superseded where there is another coordinator. Where a file system does not say,
+        it is asked again a second later; the journal, before anything comes of an entry."""
+        try:
+            self._epoch.check()
+        except OSError as error:
+            log.warning("whether there is another coordinator is not known now: %s", error)
 
     @property
     def _frozen(self) -> bool:

@@ -213,6 +213,22 @@ def test_a_worker_that_speaks_for_another_fails_the_run(make: Start) -> None:
     assert run.outcome().reason.startswith("worker 1 sent")
 
 
+def test_a_file_system_that_fails_ends_a_start_and_not_the_run(
+    make: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make()
+    run.coordinator._inbox.put(CheckpointWritten(1, "a directory", 1, 0.1, 1))  # type: ignore[arg-type]
+    run.until(lambda: "CheckpointWritten" in str(run.coordinator.core._history), "the news")
+
+    def fails() -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(run.coordinator, "_look_at_agents", fails)
+    outcome = run.outcome()
+    assert outcome.state == "restart"
+    assert outcome.reason.startswith("[Errno 5] Input/output error; the checkpoint of step 1")
+
+
 def test_what_cannot_be_closed_does_not_change_how_the_run_ended(
     make: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -232,14 +232,34 @@ def test_an_older_coordinator_that_wakes_leaves_all_to_the_next_one(
     make: Callable[..., MortalRun],
 ) -> None:
     run = make()
-    awake = run.coordinator
+    awake, journal = run.coordinator, run.metrics.journal
     claim_epoch(run.directory)  # as another one does
     run.until(lambda: run.deaths == 1, "it to notice")
     run.regained()
     assert run.coordinator is not awake
+    assert journal is not None
+    assert journal._closed
     assert run.cluster.launcher.alive("a0")
     run.cluster.train()
     reached(run, 1)
+
+
+def test_a_run_goes_on_while_it_is_not_known_whether_there_is_another_coordinator(
+    make: Callable[..., MortalRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, asked = make(), list[Path]()
+
+    def stale(directory: Path) -> int:
+        asked.append(directory)
+        raise OSError(116, "Stale file handle")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("liver_hpc.run.epoch.newest_epoch", stale)
+        run.until(lambda: asked, "the question")
+        run.cluster.train()
+        reached(run, 1)
+    claim_epoch(run.directory)
+    run.until(lambda: run.deaths == 1, "it to notice")
 
 
 def test_a_core_that_decides_otherwise_takes_nothing_over(make: Callable[..., MortalRun]) -> None:
