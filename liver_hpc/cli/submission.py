@@ -26,7 +26,7 @@ from liver_hpc.run.directory import (
     create_run_directory,
     point_latest,
 )
-from liver_hpc.run.outcome import COORDINATOR_FILE, OUTCOME_FILE, Outcome
+from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome, begin_again
 
 _LAUNCH_S = 120.0
 _DEFERRED = tuple(
@@ -118,8 +118,8 @@ def resume_run(run: RunDirectory) -> int:
                 f"run {run} has no checkpoint in {directory} to go on from; `liver stop "
                 "--checkpoint` and `checkpoint.every_steps` write one"
             )
-        for name in (OUTCOME_FILE, COORDINATOR_FILE):
-            (run.path / name).unlink(missing_ok=True)
+        begin_again(run.path)
+        (run.path / COORDINATOR_FILE).unlink(missing_ok=True)
         try:
             _launch(run)
         except LiverError:

@@ -34,13 +34,21 @@ from liver_hpc.recipes.specs import versions_of
 from liver_hpc.rendezvous.mpi.network import MpiNetwork
 from liver_hpc.rendezvous.mpi.service import MpiRendezvous
 from liver_hpc.report.store import write_metrics
+from liver_hpc.run.actions import Ending
 from liver_hpc.run.codec import memory_of
 from liver_hpc.run.directory import RunDirectory
-from liver_hpc.run.entries import JOURNAL_FILE, last_start, read_entries
+from liver_hpc.run.entries import JOURNAL_FILE, last_end, last_start, read_entries
 from liver_hpc.run.epoch import Superseded, claim_epoch
 from liver_hpc.run.events import Memory
 from liver_hpc.run.journal import Journal, continue_in_copy
-from liver_hpc.run.outcome import COORDINATOR_FILE, OUTCOME_FILE, Outcome, open_log
+from liver_hpc.run.outcome import (
+    AGAIN_FILE,
+    COORDINATOR_FILE,
+    OUTCOME_FILE,
+    Outcome,
+    begin_again,
+    open_log,
+)
 from liver_hpc.run.secret import create_secret, read_secret
 
 log = logging.getLogger(__name__)
@@ -130,7 +138,8 @@ def run_coordinator(directory: Path, control: Control, build: Build = services_o
 
 def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> Outcome:
     """One coordinator after the other, for as long as one ends to restart from the disk."""
-    (directory / OUTCOME_FILE).unlink(missing_ok=True)
+    if (directory / OUTCOME_FILE).exists():
+        begin_again(directory)
     config = load_run(directory / "run.yaml")
     secret_path = directory / "secret"
     secret = read_secret(secret_path) if secret_path.exists() else create_secret(secret_path)
@@ -143,6 +152,8 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
     stack.enter_context(_logging_to(directory / "logs" / "coordinator.log", identity))
     epoch = claim_epoch(directory)
     continue_in_copy(journal, epoch)
+    if not (directory / AGAIN_FILE).exists() and (outcome := _ended(journal)) is not None:
+        return outcome
     memory = _memory(directory)
     # It reads the journal, which must be one that can be gone on with.
     watched = stack.enter_context(tracked(config, directory, control.note))
@@ -154,6 +165,7 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
         services = watched(build(config, directory, secret))
         left = _left(journal, config, services) if coordinator is None else None
         coordinator = Coordinator(config, epoch, secret, services, control, left or memory)
+        (directory / AGAIN_FILE).unlink(missing_ok=True)
         resumed = newest_step(checkpoints)
         outcome = coordinator.run()
         if outcome.state != "restart":
@@ -165,6 +177,17 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
             reason = f"restarted {in_vain} times in vain: {outcome.reason}"
             return Outcome("failed", reason, outcome.step)
         log.info("restarts after step %d: %s", outcome.step, outcome.reason)
+
+
+def _ended(journal: Path) -> Outcome | None:
+    """How the run has ended under a coordinator that was killed before it could leave that."""
+    try:
+        end = last_end(journal) if journal.exists() else None
+    except ConfigError:
+        return None  # and it cannot be gone on with
+    if end is None or end["state"] in (Ending.REQUEUE, Ending.RESTART):
+        return None
+    return Outcome(end["state"], end["reason"], end["step"])
 
 
 def _left(journal: Path, config: RunConfig, services: Services) -> Left | None:

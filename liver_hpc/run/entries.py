@@ -136,19 +136,37 @@ def read_entries(
 def last_start(path: Path) -> Iterator[Entry]:
     """The entries of a journal's last start, read one after the other; none where it has ended, or
     there is no start. Raises what `JournalReader.more` does."""
+    begin, ended = _last_start(path)
+    return iter(()) if begin < 0 or ended else read_entries(path, begin=begin)
+
+
+def last_end(path: Path) -> dict[str, Any] | None:
+    """The action with which a journal's last start has ended; None while it has not, or there is no
+    start. Raises ConfigError where it is damaged, or the file cannot be read."""
+    _, line = _last_start(path)
+    for entry in decode([line] if line else [], f"{path}, the last start's end, line"):
+        return next(action for action in entry.actions if action["type"] == "end")
+    return None
+
+
+def _last_start(path: Path) -> tuple[int, bytes]:
+    """The byte at which the line of a journal's last start begins, -1 without one; and the line
+    with its end, or nothing."""
     # Within a string each quote has a backslash before it.
     started = b'"event":{"type":"%s"' % COORDINATOR_STARTED.encode()
     try:
         with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as journal:
-            at = journal.rfind(started)
-            if at < 0 or journal.find(b'{"type":"end"', at) >= 0:
-                return iter(())
-            begin = journal.rfind(b"\n", 0, at) + 1
+            whole = journal.rfind(b"\n") + 1
+            at = journal.rfind(started, 0, whole)
+            if at < 0:
+                return -1, b""
+            end = journal.find(b'{"type":"end"', at, whole)
+            line = journal[journal.rfind(b"\n", 0, end) + 1 : journal.find(b"\n", end) + 1]
+            return journal.rfind(b"\n", 0, at) + 1, line if end >= 0 else b""
     except ValueError:  # it is empty
-        return iter(())
+        return -1, b""
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-    return read_entries(path, begin=begin)
 
 
 def last_step(path: Path) -> Entry | None:

@@ -14,6 +14,8 @@ from liver_hpc.host.files import write_whole
 
 COORDINATOR_FILE = "coordinator.json"
 OUTCOME_FILE = "outcome.json"
+AGAIN_FILE = "again"
+"""Says that a run that had ended is to begin again, until it does."""
 WORLD_FILE = "world.json"
 REQUEUE = "requeue"
 OPERATORS_STOP = "an operator's request"
@@ -49,6 +51,12 @@ class Outcome:
 
     def write(self, run_directory: Path) -> None:
         write_private_json(run_directory / OUTCOME_FILE, asdict(self))
+
+
+def begin_again(run_directory: Path) -> None:
+    """The next coordinator of a run that has ended begins it again."""
+    (run_directory / AGAIN_FILE).touch(mode=0o600)
+    (run_directory / OUTCOME_FILE).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

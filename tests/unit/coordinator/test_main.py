@@ -27,8 +27,10 @@ from liver_hpc.errors import LiverError
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.run.directory import RunDirectory
+from liver_hpc.run.epoch import Epoch
 from liver_hpc.run.events import Node
-from liver_hpc.run.outcome import Outcome
+from liver_hpc.run.journal import Journal, JournalNews
+from liver_hpc.run.outcome import Outcome, begin_again
 from tests.fakes import JournalRecords, tiny_recipe, tiny_run
 from tests.scripted_cluster import ScriptedCluster
 
@@ -273,6 +275,36 @@ def _stopped_at_once(directory: Path) -> Outcome:
     control = Control()
     control.stop("test")
     return _run(directory, control)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_run_that_is_over_begins_again_only_where_it_is_to(tmp_path: Path, again: bool) -> None:
+    """Its coordinator was killed before it could leave the outcome."""
+    _write_run(tmp_path)
+    journal = tmp_path / "journal.jsonl"
+
+    def opened(tell: Callable[[JournalNews], None], epoch: Epoch) -> Journal:
+        return Journal(journal, tell, 0, epoch=epoch)
+
+    def build(config: RunConfig, directory: Path, secret: bytes) -> Services:
+        services = _scripted(ScriptedCluster(SECRET))(config, directory, secret)
+        return dataclasses.replace(services, open_journal=opened)
+
+    stopped, other = Control(), Control()
+    stopped.stop("first")
+    other.stop("second")
+    first = run_coordinator(tmp_path, stopped, build)
+    assert first == Outcome("stopped", "first", 0)
+    if again:
+        begin_again(tmp_path)
+    else:
+        (tmp_path / "outcome.json").unlink()
+    second = run_coordinator(tmp_path, other, build)
+    assert second == (Outcome("stopped", "second", 0) if again else first)
+    assert json.loads((tmp_path / "outcome.json").read_text()) == dataclasses.asdict(second)
+    starts = journal.read_text().count('"event":{"type":"coordinator_started"')
+    assert starts == (2 if again else 1)
+    assert not (tmp_path / "again").exists()
 
 
 def test_a_damaged_journal_is_kept_and_the_run_goes_on(tmp_path: Path) -> None:

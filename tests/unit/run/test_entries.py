@@ -20,6 +20,7 @@ from liver_hpc.run.entries import (
     JournalReader,
     decode,
     encode,
+    last_end,
     last_start,
     last_step,
     read_entries,
@@ -121,6 +122,10 @@ def test_the_last_start_is_read_alone_and_only_while_it_goes_on(path: Path) -> N
     for count, wanted in [(1, [0]), (2, [0, 1]), (3, []), (4, [3]), (6, [3, 4, 5])]:
         write(path, *lines[:count])
         assert [entry.number for entry in last_start(path)] == wanted
+        assert last_end(path) == (end[0] if count == 3 else None)
+    write(path, *lines[:2], lines[2][:-1])  # whose end was not written to its own
+    assert [entry.number for entry in last_start(path)] == [0, 1]
+    assert last_end(path) is None
     write(path, *lines[:4], lines[5])
     with pytest.raises(ConfigError, match="wanted entry 4 next, got 5"):
         list(last_start(path))
