@@ -277,7 +277,6 @@ class ElasticPolicy:
         `step` steps, and have no handoff in progress. catching_up: as `Decider` has it. Where none
         gets the workers off their nodes in time, returns that."""
         horizon_s = self._config.policy.horizon_s
-        self.estimates.policy.at_step(step)
         self.observer.burst_wanted(world, step)
         while self.handoffs.idle:
             if self._put_off(world):

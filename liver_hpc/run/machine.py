@@ -101,6 +101,7 @@ class Run(Lifecycle):
             self._steps_done = self.recorder.first_step = step
             self._checkpointed = step, self._resumed.path
             self.elastic.queue.skip(step)
+            self.elastic.estimates.policy.at_step(step)
             self._note(f"goes on from step {step}, saved at {self._resumed.layout}")
             # A run that begins with another's checkpoint was evaluated by that one.
             if event.memory.last_generation >= 0:
@@ -218,6 +219,7 @@ class Run(Lifecycle):
     def _step_done(self, message: m.StepDone) -> None:
         """A step, and with it perhaps scripted notices."""
         phase = self.recorder.step_done(message)
+        self.elastic.estimates.policy.at_step(message.step + 1)
         ours = self.world is not None and message.generation == self.world.generation
         if ours and message.snapshot is not None:
             self.agents.end_lingering(f"the snapshots of generation {message.generation} stand")

@@ -95,14 +95,15 @@ class Observer:
         self._tell(row, f"drained node {node}: {reason}")
 
     def burst_wanted(self, world: WorldRef, step: int) -> None:
-        """Tells of burst nodes that are not asked for, whenever that is for another number."""
+        """Tells of burst nodes that are not asked for, whenever that is for another number than was
+        told last."""
         if not (self._observes and self._asks_for_burst):
             return
         best, bound = (self._estimates.policy.best(most) for most in self._bounds)
         has = max(0 if bound is None else bound.workers, self._nodes.steady_slots(with_burst=True))
         wanted = 0 if best is None else max(0, best.workers - has)
-        told, self._would_want = self._would_want, wanted
-        if wanted and wanted != told:
+        if wanted and wanted != self._would_want:
+            self._would_want = wanted
             source, now_s = str(world.rank_map.layout), self._clock.now_s()
             known = "burst nodes", source, str(best), "", math.nan, math.nan, "asks for none"
             row = ObservationRecord(now_s, step, *known)

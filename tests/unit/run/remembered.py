@@ -12,9 +12,12 @@ from typing import Any
 from pydantic import BaseModel
 
 from liver_hpc.config.schema import RunConfig
+from liver_hpc.layout.policy import LayoutPolicy
 from liver_hpc.run.lifecycle import EventClock
 
 IMMUTABLE = (str, int, float, bool, bytes, type(None), Enum, BaseModel, frozenset, type)
+CACHES = {"_choices", "_weights"}
+"""What `LayoutPolicy` has found out from the rest of what it remembers."""
 NOT_STATE = (EventClock, BuiltinMethodType, FunctionType, MethodType, RunConfig)
 Freeze = Callable[[Any, dict[int, int]], Any]
 
@@ -55,4 +58,6 @@ def _freeze_of(kind: type) -> Freeze | None:
 
 
 def _freeze_attributes(value: Any, seen: dict[int, int]) -> Any:
-    return (type(value), tuple([(k, _frozen(v, seen)) for k, v in vars(value).items()]))
+    caches = CACHES if isinstance(value, LayoutPolicy) else ()
+    state = {k: v for k, v in vars(value).items() if k not in caches}
+    return (type(value), tuple([(k, _frozen(v, seen)) for k, v in state.items()]))

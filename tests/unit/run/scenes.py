@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -127,6 +127,26 @@ SCENES = (
         (burst(3), SPARE),
     ),
 )
+
+RAMP = {"steps": 10_000, "global_batch": 8, "rampup": {"start": 1, "increment": 1, "samples": 40}}
+FASTEST = Scene(
+    "the fastest layout of a batch that grows",
+    _config(
+        train=RAMP,
+        layouts=ANY_NUMBER,
+        cluster=_slurm(3),
+        workers={"initial": 4, "max": 4},
+        policy={**POLICY, "layout": "auto"},
+    ),
+    (WIDE1, WIDE2),
+    (burst(3, 2), burst(4)),
+)
+"""Which may have fewer workers than there are nodes for."""
+
+
+def observed(scene: Scene) -> Scene:
+    policy = scene.config.policy.model_copy(update={"observe": True})
+    return replace(scene, config=scene.config.model_copy(update={"policy": policy}))
 
 
 @cache

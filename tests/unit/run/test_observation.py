@@ -8,6 +8,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from liver_hpc.config.schema import RunConfig
 from liver_hpc.protocol import messages as m
 from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
@@ -19,17 +20,12 @@ from liver_hpc.run.records import ObservationRecord
 from tests.unit.run.choices import Choices
 from tests.unit.run.endings import forsaken, replays
 from tests.unit.run.play import Play
-from tests.unit.run.scenes import SCENES, Scene, burst
+from tests.unit.run.scenes import FASTEST, SCENES, Scene, burst, observed
 from tests.unit.run.storm import storm
 
 LONG_S = 100_000.0
 """A window in which any handoff could be done."""
 TWO_NODES, MACHINE, WIDE_NODES = SCENES[:3]
-
-
-def observed(scene: Scene) -> Scene:
-    policy = scene.config.policy.model_copy(update={"observe": True})
-    return replace(scene, config=scene.config.model_copy(update={"policy": policy}))
 
 
 def observing(scene: Scene = WIDE_NODES) -> Play:
@@ -101,6 +97,24 @@ def test_burst_nodes_that_would_have_been_asked_for_are_told_once() -> None:
     assert (row.notice, row.target, row.instead) == ("burst nodes", "tp2 pp1 dp2", "asks for none")
     assert {action.workers for action in of(a.WantWorkers, play)} == {0}  # type: ignore[attr-defined]
     assert "for 3 more workers" in play.run.elastic.observer.last
+
+
+def test_burst_nodes_are_told_once_where_a_loss_makes_fewer_workers_enough_for_a_while() -> None:
+    """Steps of a batch that grows are done again; a tick of which nothing follows, and which is not
+    in the journal, changes nothing."""
+    auto = FASTEST.config.model_copy(update={"cluster": SCENES[3].config.cluster})
+    sections = auto.model_dump() | {"layouts": {1: {}, 4: {"dp": 4}}}
+    sections["workers"]["initial"] = 1
+    play = observing(replace(SCENES[3], config=RunConfig.model_validate(sections)))
+    values = {"worker": 0, "generation": 0, "loss": 4.0, "grad_norm": 1.0, "learning_rate": 0.1}
+    for step, took_s, times in ((0, 1.0, 0), (50, 8.0, 1), (0, 1.0, 1), (50, 8.0, 1)):
+        began_s = play.now_s
+        play.wait(took_s)
+        ends = {"started_s": began_s, "ended_s": play.now_s}
+        play.feed(m.StepDone.model_validate({**values, **ends, "step": step, "tokens": 8}))
+        play.wait(3.0)
+        assert len(told(play)) == times
+    replays(play)
 
 
 # ---- what somebody asks for

@@ -13,10 +13,11 @@ from liver_hpc.run.codec import memory_of
 from liver_hpc.run.entries import Entry
 from liver_hpc.run.events import Memory
 from tests.unit.run.choices import Choices
-from tests.unit.run.endings import schedule
+from tests.unit.run.endings import replays, schedule
 from tests.unit.run.play import Play
 from tests.unit.run.replay import differences
-from tests.unit.run.scenes import SCENES
+from tests.unit.run.scenes import FASTEST, SCENES, observed
+from tests.unit.run.storm import storm
 
 
 def entry(number: int, event: dict[str, Any], *actions: dict[str, Any]) -> Entry:
@@ -58,6 +59,19 @@ def test_a_journal_leads_to_the_same_decisions(played: Play) -> None:
 def test_so_does_one_of_several_starts(seed: int) -> None:
     found = schedule(random.Random(seed).randbytes(300))
     assert not [*differences(found.journal(), found.scene.new_run)]
+
+
+@pytest.mark.parametrize("observe", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_so_does_one_whose_best_layout_is_another_one_from_step_to_step(
+    seed: int, observe: bool
+) -> None:
+    scene = observed(FASTEST) if observe else FASTEST
+    play = Play(scene, Choices(random.Random(seed).randbytes(600)))
+    play.begin()
+    play.settle()
+    storm(play)
+    replays(play)
 
 
 def test_what_was_decided_otherwise_is_told_with_its_entry(played: Play) -> None:
