@@ -121,8 +121,7 @@ class Coordinator:
         self._journal_failed = False
         self._hang_up: Sequence[Callable[[], None]] = ()
         self._noted_generation = -1
-        self._next_tick_s = self._next_epoch_s = 0.0
-        self._last_tick_s = services.clock.now_s()
+        self._next_tick_s = self._next_epoch_s = self._last_tick_s = 0.0
         control.reach(self._inbox)
 
     def run(self) -> Outcome:
@@ -193,6 +192,7 @@ class Coordinator:
             self._take_over(self._before)
         else:
             self._begin(self._before)
+        self._look_from_now_on()
 
     def _begin(self, memory: e.Memory) -> None:
         self._feed(
@@ -265,14 +265,27 @@ class Coordinator:
 
     def _turn(self) -> None:
         event = self._inbox.get(TICK_S)
-        if self._frozen:  # before anything comes of what was heard
-            self._check_epoch()
+        stood_still = self._clock.now_s() - self._last_tick_s > FROZEN_S
+        if stood_still:
+            self._wake()  # before anything comes of what was heard
         if event is not None:
             self._dispatch(event)
-        if event is None or self._clock.now_s() >= self._next_tick_s:
+        if not stood_still and (event is None or self._clock.now_s() >= self._next_tick_s):
             self._next_tick_s = self._clock.now_s() + TICK_S
             self._tick()
         self._registry.flush()
+
+    def _wake(self) -> None:
+        """It was this process that stood still (a suspended machine, a slow disk): what was sent
+        meanwhile has not been read yet, and no deadline has passed before it is."""
+        self._check_epoch()
+        self._feed(e.StoodStill(self._last_tick_s))
+        self._look_from_now_on()
+
+    def _look_from_now_on(self) -> None:
+        self._registry.excuse_all()
+        self._progress.moved()
+        self._last_tick_s = self._clock.now_s()
 
     def _dispatch(self, event: InboxEvent) -> None:
         match event:
@@ -304,18 +317,11 @@ class Coordinator:
                 self._feed(event)
 
     def _tick(self) -> None:
-        now_s = self._clock.now_s()
-        frozen, self._last_tick_s = self._frozen, now_s
-        if frozen or now_s >= self._next_epoch_s:
+        now_s = self._last_tick_s = self._clock.now_s()
+        if now_s >= self._next_epoch_s:
             self._next_epoch_s = now_s + EPOCH_S
             self._check_epoch()
             self._registry.tell_what_is_safe()
-        if frozen:
-            # It was this process that stood still (a suspended machine, a slow disk): what was
-            # sent meanwhile has not been read yet, and no deadline has passed before it is.
-            self._registry.excuse_all()
-            self._progress.moved()
-            return
         self._store.expire()
         self._look_at_agents()
         self._look_at_the_away()
@@ -333,10 +339,6 @@ class Coordinator:
             self._epoch.check()
         except OSError as error:
             log.warning("whether there is another coordinator is not known now: %s", error)
-
-    @property
-    def _frozen(self) -> bool:
-        return self._clock.now_s() - self._last_tick_s > FROZEN_S
 
     def _look_at_the_silent(self) -> None:
         """A machine may vanish without closing its sockets."""

@@ -6,7 +6,8 @@ from __future__ import annotations
 class EventClock:
     """The time of the event that is being handled.
 
-    present: the clock of deadlines, which stands still while the run has no coordinator.
+    present: the clock of deadlines, which stands still while the run has no coordinator, or one
+    that does nothing.
     """
 
     def __init__(self) -> None:
@@ -18,7 +19,7 @@ class EventClock:
 
 
 class PresentClock:
-    """The time of another clock less that in which there was no coordinator.
+    """The time of another clock less that in which no coordinator did anything.
 
     absent_since_s: since when there is none; None while there is one.
     """
@@ -40,7 +41,12 @@ class PresentClock:
     def goes_on(self) -> float:
         """There is one again; seconds that there was none."""
         assert self.absent_since_s is not None
-        absent_s = self._clock.at_s - self.absent_since_s
-        self._absent_s += absent_s
+        absent_s = self.leave_out(self.absent_since_s)
         self.absent_since_s = None
         return absent_s
+
+    def leave_out(self, since_s: float) -> float:
+        """The time since then does not count; seconds of it."""
+        for_s = self._clock.at_s - since_s
+        self._absent_s += for_s
+        return for_s

@@ -147,6 +147,14 @@ class Regained:
 
 
 @dataclass(frozen=True)
+class StoodStill:
+    """The coordinator's process did nothing since `since_s` (epoch): what was sent meanwhile is
+    heard only now, and no deadline has come nearer."""
+
+    since_s: float
+
+
+@dataclass(frozen=True)
 class LaunchAllowed:
     """The nodes that were held from the start are known: the first workers may be launched."""
 
@@ -335,6 +343,7 @@ Event = (
     | CoordinatorStarted
     | TookOver
     | Regained
+    | StoodStill
     | LaunchAllowed
     | AgentMet
     | AgentListens

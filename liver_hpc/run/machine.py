@@ -43,6 +43,8 @@ class Run(Lifecycle):
         before_s, self._clock.at_s = self._clock.at_s, at_s
         if isinstance(event, e.TookOver):
             self._clock.present.stands_still(before_s)
+        elif isinstance(event, e.StoodStill):
+            self._clock.present.leave_out(event.since_s)
         for each in event.messages if isinstance(event, e.SaidTogether) else (event,):
             self._handle(each)
         actions = list(self._out)
@@ -122,6 +124,10 @@ class Run(Lifecycle):
         absent_s = self._clock.present.goes_on()
         self._note(f"another coordinator has taken over; there was none for {absent_s:.1f} s")
         self.agents.end_again()
+
+    def _stood_still(self, event: e.StoodStill) -> None:
+        for_s = self._clock.at_s - event.since_s
+        self._out.append(Log(f"the coordinator stood still for {for_s:.1f} s"))
 
     def _launch_failed(self, event: e.LaunchFailed) -> None:
         generation, workers = self.agents.launch_failed(event.agents, event.lost)
@@ -465,6 +471,7 @@ _TABLE: dict[tuple[RunState, type], Handler] = {
         {
             e.TookOver: lambda run, event: None,
             e.Regained: Run._regained,
+            e.StoodStill: Run._stood_still,
             e.NodeGranted: lambda run, event: run.elastic.granted(event, run.world is None),
             e.NodeWarned: Run._node_warned,
             e.NodeGone: Run._node_gone,

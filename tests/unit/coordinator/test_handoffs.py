@@ -15,7 +15,7 @@ from liver_hpc.protocol.attempt import Phase
 from liver_hpc.rendezvous.channel import ChannelClosed
 from liver_hpc.run.outcome import Outcome
 from tests.fakes import Fault
-from tests.unit.coordinator.live import LIMIT_S, Start, held_in_prepare
+from tests.unit.coordinator.live import LIMIT_S, Start, held_in_prepare, let_go
 
 DP2, TP2, TP2_DP2 = Layout(1, 1, 2), Layout(2, 1, 1), Layout(2, 1, 2)
 pytestmark = pytest.mark.timeout(60)
@@ -168,6 +168,23 @@ def test_a_wrong_digest_of_a_source_worker_aborts(make: Start) -> None:
     run.resize("tp=2,dp=2")
     assert "digests differ; parameter from worker 0" in run.record(0).detail
     assert run.status()["state"] == "training"
+
+
+class Ahead(SystemClock):
+    def now_s(self) -> float:
+        return super().now_s() + 10_000.0
+
+
+def test_no_deadline_passes_while_the_coordinator_stands_still(make: Start) -> None:
+    """Also not before it has heard what was said meanwhile, however long it takes to read that."""
+    run = held_in_prepare(make)
+    run.coordinator._clock = Ahead()
+    run.until(lambda: "stood_still" in str(run.metrics.entries), "it to wake")
+    run.status()
+    run.status()  # some turns later
+    let_go(run)
+    run.cluster.train(2)
+    assert run.record(0).outcome == "completed"
 
 
 @pytest.mark.parametrize("phase", [Phase.PREPARE, Phase.ARMED, Phase.TRANSFER])

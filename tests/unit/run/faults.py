@@ -218,7 +218,9 @@ def turn_without_time(play: Play) -> None:
 
 def coordinator_stands_still(play: Play, worker: int) -> None:
     """What came meanwhile is read first; then it looks at the time."""
+    since_s = play.now_s
     play.now_s += STANDS_STILL_S
+    play.feed(e.StoodStill(since_s))
     for _ in range(play.choices.below(10)):
         turn_without_time(play)
     play.feed(e.Tick())

@@ -67,6 +67,7 @@ EVENTS: list[e.Event] = [
     e.AgentMet("a0", "h", 2),
     e.TookOver(2, 4711, "h"),
     e.Regained(),
+    e.StoodStill(10.25),
     e.AgentListens("a0", "h", 4711),
     e.AgentEnded("a0", 137),
     e.LaunchFailed(("a0", "a1"), ("a1",), "no such node"),
