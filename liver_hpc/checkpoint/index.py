@@ -4,6 +4,7 @@
 <directory>/iter_0000123/checkpoint.json   this index, written last
 <directory>/iter_0000123/__0_0.distcp      what rank 0 of the saved layout wrote
 <directory>/.step-00000130-g4.partial/     being written in generation 4, or of a killed run
+<directory>/.step-00000100-g4.removed/     an old one, while it is being removed
 <directory>/damaged-iter_0000125/          set aside by a run that went on from an earlier one
 """
 
@@ -35,7 +36,7 @@ INDEX_FILE = "checkpoint.json"
 FURTHER_FILES = (METADATA_FILE, COMMON_FILE, FORMAT_FILE)
 """What is in a checkpoint beside its ranks' files and the index."""
 _COMPLETE = re.compile(r"^iter_(\d{7,})$")
-_PARTIAL = re.compile(r"^\.step-(\d{8,})-g(\d+)\.(partial|replaced)$")
+_PARTIAL = re.compile(r"^\.step-(\d{8,})-g(\d+)\.(partial|replaced|removed)$")
 _READ_BYTES = 4 * 2**20
 
 
@@ -152,7 +153,7 @@ def set_aside(path: Path) -> Path:
 
 
 def remains(directory: Path) -> list[tuple[int, Path]]:
-    """(generation, path) of what was being written, or about to be removed, when a coordinator was
+    """(generation, path) of what was being written, or to be removed, when a coordinator was
     killed."""
     return [(int(match[2]), path) for match, path in _remains(directory)]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +36,7 @@ from liver_hpc.clock import Clock
 from liver_hpc.cluster.slurm.run_job import check_over
 from liver_hpc.config.megatron_checkpoint import TRACKER_FILE, iteration_path, loaded_checkpoint
 from liver_hpc.config.schema import RunConfig
+from liver_hpc.coordinator.remover import Remover, remove
 from liver_hpc.errors import CheckpointError
 from liver_hpc.host.files import flush_to_disk
 from liver_hpc.layout.coordinates import RankMap
@@ -170,6 +170,7 @@ class Checkpoints:
         self._pending: dict[tuple[int, int], dict[int, Saved]] = {}
         self._source: Checkpoint | Loaded | None = None
         self._restored: dict[int, Restored] = {}
+        self._remover = Remover()
 
     # ---- before the run
 
@@ -183,7 +184,7 @@ class Checkpoints:
         claim_checkpoints(self._run, self._config, check_over)
         put_back(self.directory)
         for _, path in remains(self.directory):
-            _remove(path)
+            remove(path)
         own = newest_checkpoint(self.directory)
         loaded = to_load(self._config, self.directory, own)
         if loaded is not None:
@@ -207,8 +208,10 @@ class Checkpoints:
         completes any more. lives: whether the world of a generation does."""
         put_back(self.directory, lambda generation: not lives(generation))
         for generation, path in remains(self.directory):
-            if not lives(generation):
-                _remove(path)
+            if path.suffix == ".removed":
+                self._remover.remove(path)
+            elif not lives(generation):
+                remove(path)
 
     def restored(
         self, message: Restored | NotRestored, rank_map: RankMap
@@ -320,9 +323,9 @@ class Checkpoints:
             except CheckpointError as error:
                 problem = str(error)
         if problem:
-            _remove(partial_path(self.directory, step, message.generation))
+            remove(partial_path(self.directory, step, message.generation))
             return e.CheckpointFailed(step, f"checkpoint of step {step} given up: {problem}")
-        self._remove_old()
+        self._remove_old(world.generation)
         return e.CheckpointWritten(
             step=step,
             path=str(iteration_path(self.directory, step)),
@@ -336,7 +339,7 @@ class Checkpoints:
         steps = sorted(step for of, step in self._pending if of == generation)
         for step in steps:
             del self._pending[generation, step]
-            _remove(partial_path(self.directory, step, generation))
+            remove(partial_path(self.directory, step, generation))
         if not steps:
             return None
         why = "not all workers had written when their world ended"
@@ -394,19 +397,33 @@ class Checkpoints:
         flush_to_disk(self.directory)
         track(self.directory, step)
 
-    def _remove_old(self) -> None:
-        """Leaves the newest ones; all where none of those is whole."""
+    def _remove_old(self, generation: int) -> None:
+        """Leaves the newest ones; all where none of those is whole. The others get a name under
+        which they are none any more at once, that of the world which has written a newer one."""
         found = complete_checkpoints(self.directory)
         keep = self._config.checkpoint.keep
         old = found[:-keep] if keep is not None else []
         if old and not any(_is_whole(path) for _, path in reversed(found[len(old) :])):
             log.error("none of the newest checkpoints is whole: those before stay")
             old = []
-        for _, path in old:
-            _remove(path)
+        for step, path in old:
+            self._retire(path, partial_path(self.directory, step, generation))
         for _, path in remains(self.directory):
             if path.suffix == ".replaced":
-                _remove(path)
+                self._retire(path, path)
+
+    def _retire(self, path: Path, name: Path) -> None:
+        retired = name.with_suffix(".removed")
+        try:
+            path.rename(retired)
+        except OSError as error:  # it is tried again after the next checkpoint
+            log.warning("cannot remove %s: %s", path, error)
+        else:
+            self._remover.remove(retired)
+
+    def close(self, limit_s: float) -> None:
+        """Waits for old checkpoints to be removed, for so long at most."""
+        self._remover.close(limit_s)
 
 
 def _scalar_difference(wanted: ScalarState, got: ScalarState) -> str:
@@ -423,15 +440,3 @@ def _first(texts: list[str]) -> str:
     if len(texts) < 2:
         return "".join(texts)
     return f"{texts[0]} (and {len(texts) - 1} more)"
-
-
-def _remove(path: Path) -> None:
-    """Of a directory that cannot be removed only the log speaks: the run goes on."""
-    if not path.exists():
-        return
-    try:
-        # Without its index first: half a directory must not look like a checkpoint.
-        (path / INDEX_FILE).unlink(missing_ok=True)
-        shutil.rmtree(path)
-    except OSError as error:
-        log.warning("cannot remove %s: %s", path, error)

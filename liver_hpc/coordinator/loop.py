@@ -162,6 +162,7 @@ class Coordinator:
         # Called from the last to the first: nodes go back once nothing runs on them any more.
         for close in (
             lambda: self._journal.close(control_s),
+            lambda: self._checkpoints.close(control_s),
             services.rendezvous.close,
             services.pool.close,
             services.launcher.close,

@@ -14,7 +14,7 @@ from liver_hpc.checkpoint.index import Part, partial_path
 from liver_hpc.checkpoint.torch_dist import parts as torch_dist
 from liver_hpc.checkpoint.torch_dist.contents import common_state, read_contents
 from liver_hpc.checkpoint.torch_dist.files import rank_lists, write_common, write_table
-from liver_hpc.clock import FakeClock
+from liver_hpc.clock import Deadline, FakeClock, SystemClock, poll_until
 from liver_hpc.config.megatron_checkpoint import TRACKER_FILE
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.checkpoints import Checkpoints
@@ -152,7 +152,10 @@ class Disk:
         return outcomes[-1]
 
     def steps(self) -> list[str]:
-        """Everything in the directory, but what says which one a job of Megatron's loads."""
+        """Everything in the directory, but what says which one a job of Megatron's loads; once what
+        is out of use is removed."""
+        removed = Deadline.after(SystemClock(), 10.0, "old checkpoints to be removed")
+        poll_until(lambda: not [*self.directory.glob("*.removed")], removed)
         return sorted({path.name for path in self.directory.iterdir()} - {TRACKER_FILE})
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 from liver_hpc.checkpoint.index import (
     FORMAT_VERSION,
     INDEX_FILE,
+    complete_checkpoints,
     newest_step,
     read_index,
 )
@@ -186,6 +189,27 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     newest = newest_checkpoint(disk.directory)
     assert newest is not None
     assert newest.index.scalars.step == 3_000_000_000
+
+
+def test_nobody_waits_until_old_ones_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are no checkpoints any more at once; the next start removes what is left."""
+    disk, goes_on, rmtree = Disk(TIED, tmp_path, keep=1), threading.Event(), shutil.rmtree
+
+    def slow(path: Path) -> None:
+        assert goes_on.wait(10.0)
+        rmtree(path)
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    for step in (4, 8, 8):
+        assert isinstance(disk.save(TWO, step), CheckpointWritten)
+    assert [step for step, _ in complete_checkpoints(disk.directory)] == [8]
+    disk.checkpoints.close(0.05)
+    assert "waited 0.05 s for old checkpoints to be removed" in caplog.text
+    goes_on.set()
+    disk.checkpoints.close(10.0)
+    assert disk.steps() == ["iter_0000008"]
 
 
 def test_a_step_that_was_saved_in_a_life_before_is_saved_anew(disk: Disk) -> None:
