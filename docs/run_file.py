@@ -104,8 +104,9 @@ def kind(entry: Schema, section: str = "") -> str:
     match entry["type"]:
         case "integer" | "number" as number:
             word = "whole number" if number == "integer" else "number"
-            bounds = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<"}
-            limits = [f"{sign} {entry[key]:g}" for key, sign in bounds.items() if key in entry]
+            bounds = {"exclusiveMinimum": ">", "minimum": ">="}
+            bounds |= {"exclusiveMaximum": "<", "maximum": "<="}
+            limits = [f"{sign} {entry[key]:.12g}" for key, sign in bounds.items() if key in entry]
             return f"{word} {' and '.join(limits)}".strip()
         case "array":
             items = kind(entry["items"])
