@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.run.directory import RunDirectory
 from tests.cluster.harness import REPOSITORY, SlurmCluster, command_line
 from tests.unit.config.runs import MINIMAL
 from tests.unit.standin import sitecustomize_in
@@ -97,3 +98,8 @@ def await_coordinator(run: Path) -> dict[str, Any]:
     await_that((run / "coordinator.json").exists, f"the coordinator of {run}", AGAIN_S)
     address: dict[str, Any] = json.loads((run / "coordinator.json").read_text())
     return address
+
+
+def job_of(run: Path) -> str:
+    """The id of its job."""
+    return RunDirectory(run).job_id() or ""

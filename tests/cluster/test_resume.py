@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from liver_hpc.cli import main as cli
-from liver_hpc.run.directory import RunDirectory
-from tests.cluster.sites import Site, await_coordinator, await_that
+from tests.cluster.sites import Site, await_coordinator, await_that, job_of
 from tests.unit.checkpoint.disk import Disk
 from tests.unit.checkpoint.test_checkpoints import TWO
 from tests.unit.layout.models import TIED
@@ -24,10 +22,6 @@ HANGS = (
     "import pathlib, time; pathlib.Path(run_directory, 'coordinator.json').write_text('{}'); "
     "time.sleep(60.0)"
 )
-
-
-def job_of(run: Path) -> str:
-    return RunDirectory(run).job_id() or ""
 
 
 def resume(site: Site, step: int) -> str:

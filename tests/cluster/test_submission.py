@@ -23,7 +23,14 @@ from liver_hpc.config.schema import ClusterSection
 from liver_hpc.run.directory import RunDirectory
 from tests.cluster.calls import wait_for
 from tests.cluster.harness import REPOSITORY, SlurmCluster, command_line
-from tests.cluster.sites import AGAIN_S, COMPONENTS, Site, await_coordinator, await_that
+from tests.cluster.sites import (
+    AGAIN_S,
+    COMPONENTS,
+    Site,
+    await_coordinator,
+    await_that,
+    job_of,
+)
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
 
@@ -107,7 +114,7 @@ def test_a_submitted_run_is_steered_from_the_login_node(site: Site) -> None:
     inside = ("SLURM_JOB_ID=999999", "SLURM_NTASKS=7", "SLURM_HET_SIZE=3", "PMI_RANK=4")
     run = site.submit(*inside, "SBATCH_PARTITION=preempt", "SBATCH_EXPORT=NONE")
     assert (site.directory / "runs" / "latest").resolve() == run.resolve()
-    job = (run / "submitit" / "job_id").read_text()
+    job = job_of(run)
     address = await_coordinator(run)
     assert address["hostname"] in {"n1", "n2", "n3"}
     assert {line.split()[1] for line in site.jobs().splitlines()} == {"stable"}
@@ -130,7 +137,7 @@ def full(slurm_cluster: SlurmCluster) -> Iterator[str]:
 
 def test_a_queued_run_says_why_and_is_cancelled(site: Site, full: str) -> None:
     run = site.submit()
-    job = (run / "submitit" / "job_id").read_text()
+    job = job_of(run)
     await_that(lambda: "(Resources)" in site.liver("status", "latest"), "the reason to be known")
     said = f"run runs/{run.name}: queued as job {job}: PENDING (Resources)\n"
     assert site.liver("status", "latest") == said
@@ -158,7 +165,7 @@ def test_following_tells_of_the_queue_and_then_of_the_run(site: Site, full: str)
 def test_a_coordinator_that_was_killed_is_told_of(site: Site) -> None:
     run = site.submit()
     await_coordinator(run)
-    job = (run / "submitit" / "job_id").read_text()
+    job = job_of(run)
     site.cluster.run("scancel", "--signal=KILL", "--batch", job)
     site.cluster.run("scancel", job)
     await_that(lambda: not site.jobs(), "the job to be over")
@@ -169,7 +176,7 @@ def test_a_coordinator_that_was_killed_is_told_of(site: Site) -> None:
 def test_a_warned_job_is_queued_again_by_submitits_protocol(site: Site) -> None:
     run = site.submit()
     first = await_coordinator(run)
-    job = (run / "submitit" / "job_id").read_text()
+    job = job_of(run)
     site.cluster.run("scancel", "--signal=USR2", "--batch", job)
     await_that(lambda: "PENDING" in site.jobs(), "the job to be queued again")
     assert json.loads((run / "outcome.json").read_text())["state"] == "requeue"
@@ -179,7 +186,7 @@ def test_a_warned_job_is_queued_again_by_submitits_protocol(site: Site) -> None:
     await_that(lambda: not (run / "outcome.json").exists(), "the run to go on", AGAIN_S)
     second = await_coordinator(run)
     assert second != first
-    assert (run / "submitit" / "job_id").read_text() == job
+    assert job_of(run) == job
     assert site.end() == f"run runs/{run.name}: stopped at step 7: asked to"
     assert site.jobs() == ""
 
@@ -187,7 +194,7 @@ def test_a_warned_job_is_queued_again_by_submitits_protocol(site: Site) -> None:
 def test_cancelling_the_job_stops_the_run(site: Site) -> None:
     run = site.submit()
     await_coordinator(run)
-    site.cluster.run("scancel", (run / "submitit" / "job_id").read_text())
+    site.cluster.run("scancel", job_of(run))
     await_that((run / "outcome.json").exists, "the outcome")
     assert site.liver("status", "latest") == f"run runs/{run.name}: stopped at step 7: SIGTERM\n"
     await_that(lambda: not site.jobs(), "the job to be over")
