@@ -217,7 +217,7 @@ class WorldHolder:
     def _generation(self) -> int:
         """Of the world that trains, is to, or is to be built again."""
         known = (self._making, self._refilling, self._world)
-        return max(self._abandoned, *(each.generation for each in known if each is not None))
+        return max([self._abandoned, *(each.generation for each in known if each is not None)])
 
     @property
     def can_let_go(self) -> bool:
@@ -282,9 +282,7 @@ class WorldHolder:
                 if preparing.is_alive():
                     log.warning("PREPARE of generation %d has not ended yet", session.generation)
             if session.prepared is not None:
-                session.prepared.abort(
-                    shared=True
-                )  # as the thread does that may not have come so far
+                session.prepared.abort(shared=True)  # which a thread does that may be late
                 if self._making is session.prepared.world:
                     self._making = None
                 session.prepared.drop()  # but what is still written to

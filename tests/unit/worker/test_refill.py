@@ -52,7 +52,7 @@ class Holder(WorldHolder):
         context = WorkerContext(
             checkpoints=Path("checkpoints"),
             worker=WORKER,
-            config=minimal(),
+            config=minimal(snapshots={"every_steps": 1}),
             recipe=SimpleNamespace(spec=None),  # type: ignore[arg-type]
             device=Device(torch.device("cpu")),
             network=unused,
@@ -189,6 +189,14 @@ def test_what_frees_one_round_leaves_the_next_one_alone(keeper: Holder) -> None:
     thread.join(10)
     assert isinstance(keeper.outcome, WorldHalted)
     assert filling.closed
+
+
+def test_who_has_no_world_lets_none_go() -> None:
+    """As a joiner whose attempt has failed."""
+    one = Holder()
+    assert not one.can_let_go
+    one._break(GENERATION)
+    assert one.proceed.is_set()
 
 
 def test_who_waits_for_a_world_to_prepare_beside_hears_that_it_is_off() -> None:
