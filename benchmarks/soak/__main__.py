@@ -39,13 +39,19 @@ LAYOUTS: Mapping[int, Sequence[Mapping[str, int]]] = {
     3: [{"dp": 3}],
     4: [{"tp": 2, "dp": 2}],
 }
-MUST_NOT_BE = (
-    "wrong_digests",
-    "hangs",
-    "lost_steps_beyond_copies",
-    "steps_missing",
-    "processes_left",
-)
+MOST = {
+    "wrong_digests": 0,
+    "hangs": 0,
+    "lost_steps_beyond_copies": 0,
+    "steps_missing": 0,
+    "processes_left": 0,
+    "restarts_from_disk": 0,
+    "worker_memory_growth_percent": 2,
+    "worker_descriptors_more": 4,
+    "agent_memory_growth_percent": 2,
+    "agent_descriptors_more": 4,
+}
+"""What is more calls for the logs."""
 UNDISTURBED, OTHER = {2: [{"dp": 2}]}, {2: [{"tp": 2}]}
 
 METHOD = {
@@ -121,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(events: int, seed: int) -> BenchmarkResult:
     """The storm, then two undisturbed runs of as many steps. What they have written stays where
-    something has come up that must not, or an error."""
+    something has come up that calls for it, or an error."""
     begun_s = time.time()
     directory = Path(mkdtemp(prefix="soak-"))
     os.environ[PAUSE] = str(PAUSE_S)
@@ -133,7 +139,9 @@ def run(events: int, seed: int) -> BenchmarkResult:
     os.environ[PAUSE] = "0"
     fixed = [fixed_losses(run_config(directory, its), steps) for its in (UNDISTURBED, OTHER)]
     found = result(storm.log, records, fixed, left, time.time() - begun_s)
-    came_up = {name: found.figures[name] for name in MUST_NOT_BE if found.figures[name]}
+    came_up = {
+        name: found.figures[name] for name, most in MOST.items() if found.figures[name] > most
+    }
     if came_up:
         print(f"{came_up}: {storm.run.path} stays", file=sys.stderr)
     else:
