@@ -139,9 +139,8 @@ def run(events: int, seed: int) -> BenchmarkResult:
     os.environ[PAUSE] = "0"
     fixed = [fixed_losses(run_config(directory, its), steps) for its in (UNDISTURBED, OTHER)]
     found = result(storm.log, records, fixed, left, time.time() - begun_s)
-    came_up = {
-        name: found.figures[name] for name, most in MOST.items() if found.figures[name] > most
-    }
+    figures = found.figures
+    came_up = {name: figures[name] for name, most in MOST.items() if figures.get(name, 0) > most}
     if came_up:
         print(f"{came_up}: {storm.run.path} stays", file=sys.stderr)
     else:
