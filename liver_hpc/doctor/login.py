@@ -74,10 +74,9 @@ def _preemption(order: Order) -> Result:
             "`sacctmgr show qos format=Name,Preempt,PreemptMode,GraceTime` shows it"
         )
     # Slurm preempts a het job only when every component may be.
-    parts = {part.name: order.partitions_of(part.partition) for part in order.slurm.components}
-    shields = sorted(
-        name for name, given in parts.items() if any(one.preempt_mode == "OFF" for one in given)
-    )
+    found = ((part.name, order.partitions_of(part.partition)) for part in order.slurm.components)
+    parts = {name: {one.preempt_mode for one in its} for name, its in found if its}
+    shields = sorted(name for name, modes in parts.items() if "OFF" in modes)
     shielded = sorted(parts.keys() - set(shields))
     if shields and shielded:
         return warned(

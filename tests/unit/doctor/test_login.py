@@ -170,6 +170,8 @@ def test_a_component_without_a_partition_comes_to_the_default(results: Any) -> N
     replies = {"show partition": Answer(0, partitions)}
     found = results(cluster(components=parts), replies)["preemption"]
     assert "extra are never preempted: main" in found.found
+    parts = [{"name": "main"}, *components(extra="stable")]  # where main comes to is not known
+    assert results(cluster(components=parts))["preemption"].level is Level.PASS
 
 
 def test_partitions_that_preempt_nobody_give_no_grace_time(results: Any) -> None:
