@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -66,14 +67,6 @@ class Target:
         """Frees staging and closes the transfer's connections."""
         self.transport.close()
 
-    def abort(self, shared: bool) -> None:
-        """Frees this worker from what it waits for in the target world, from any thread. shared:
-        also in groups that the source world has, too, because that one will be built again."""
-        self.drop_transfer()
-        world = self.world
-        if world is not None:
-            world.book.abort(shared)
-
     def drop(self) -> bool:
         """Frees everything, because the attempt is off. Takes up to MOVING_ENDS_S and, where the
         device still computes the target's first step, ABORTED_ENDS_S. False where something may
@@ -113,6 +106,7 @@ class Session:
         self.armed = threading.Event()
         self.shared_groups = False
         self.crosses = False
+        self._ends: list[Callable[[bool], None]] = []
         self.aborted: Abort | None = None
         self.halted: Halt | None = None
         self._inbox: queue.Queue[SessionMessage] = queue.Queue()
@@ -142,6 +136,23 @@ class Session:
             self.store.close()
         return self.store
 
+    def ends_with(self, end: Callable[[bool], None]) -> None:
+        """What `end_waits` calls from now on; it is called at once where the attempt is off."""
+        self._ends.append(end)
+        if self.aborted is not None or self.halted is not None:
+            end(False)
+
+    def closes(self, close: Callable[[], None]) -> None:
+        """The same, of what is shared with nothing."""
+        self.ends_with(lambda _shared: close())
+
+    def end_waits(self, shared: bool) -> None:
+        """Frees this worker from what it waits for in the transfer and in the target world, from
+        any thread. shared: also in groups that the source world has, too, because that one will be
+        built again."""
+        for end in [*self._ends]:
+            end(shared)
+
     def deliver(self, message: SessionMessage) -> None:
         """Takes a message for this attempt; called by the control thread."""
         if isinstance(message, Abort | Halt):
@@ -152,10 +163,9 @@ class Session:
             self.armed.clear()
             if self.store is not None:
                 self.store.close()
-            if (prepared := self.prepared) is not None:
-                shared = self.shared_groups and self.crosses
-                # In a thread: a backend may take its time, and this one listens.
-                quiet_thread(partial(prepared.abort, shared), "abort")
+            shared = self.shared_groups and self.crosses
+            # In a thread: a backend may take its time, and this one listens.
+            quiet_thread(partial(self.end_waits, shared), "abort")
         elif isinstance(message, Arm) and self.aborted is None and self.halted is None:
             self.shared_groups = message.shared_groups
             self.armed.set()

@@ -25,13 +25,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
-from liver_hpc.errors import TransferError
+from liver_hpc.errors import LiverError, TransferError
 from liver_hpc.transport import gloo_waits
 
 _DESCRIPTORS = "/proc/self/fd"
@@ -81,8 +80,17 @@ class Watch:
             self._threads = set(os.listdir(_THREADS)) - threads
         return devices
 
-    def prove(self, backend: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        """The group is connected, as far as gloo knows. Collective over its members.
+    def prove(
+        self,
+        backend: Any,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        check: Callable[[], None],
+    ) -> None:
+        """The group is connected, as far as gloo knows. Collective over its members. check: called
+        while they try it; it may raise.
 
         Raises TransferError where a connection is no member's, DeadlineError or RuntimeError where
         a member does not tell of its own in time.
@@ -114,7 +122,7 @@ class Watch:
             _shut(strangers)
         wanted = (size - 1) * len(self._listeners)
         problem = "" if len(found) >= wanted else f"only {len(found)} lead to a member"
-        if problem or (problem := _tried(backend, size)):
+        if problem or (problem := _tried(backend, size, check)):
             shut_down(backend)
             raise TransferError(
                 f"the {wanted} connections of a group over gloo: {problem}; {len(strangers)} "
@@ -158,18 +166,27 @@ def _shut(connections: Sequence[Socket]) -> None:
                 its.shutdown(socket.SHUT_RDWR)
 
 
-def _tried(backend: Any, size: int) -> str:
+def _tried(backend: Any, size: int, check: Callable[[], None]) -> str:
     """Sends a number over each connection, both ways; what is wrong, or empty. Where a stranger had
     come first, gloo has no use for the connection that is a member's."""
+    connections = connections_of(backend)
+
+    def ended() -> bool:
+        check()
+        return are_closed(connections)
+
     for _ in range(len(backend.options._devices)):  # it takes them in turns
         work = backend.alltoall_base(torch.empty(size), torch.empty(size), [], [])
         try:
-            gloo_waits.wait_for(work, partial(are_closed, connections_of(backend)))
-        except TransferError as error:
-            gloo_waits.keep([work], [backend])
-            return str(error)
+            gloo_waits.wait_for(work, ended)
         except RuntimeError as error:
             return str(error)
+        except LiverError as error:
+            gloo_waits.keep([work], [backend])
+            if isinstance(error, TransferError):
+                return str(error)
+            shut_down(backend)
+            raise
     return ""
 
 

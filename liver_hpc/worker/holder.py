@@ -282,7 +282,7 @@ class WorldHolder:
                 if preparing.is_alive():
                     log.warning("PREPARE of generation %d has not ended yet", session.generation)
             if session.prepared is not None:
-                session.prepared.abort(shared=True)  # which a thread does that may be late
+                session.end_waits(shared=True)  # which a thread does that may be late
                 if self._making is session.prepared.world:
                     self._making = None
                 session.prepared.drop()  # but what is still written to

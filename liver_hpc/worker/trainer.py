@@ -414,7 +414,7 @@ class Trainer(WorldHolder):
             held = source.abandon()
             self._stands.clear()
             self._world, self._abandoned = None, source.generation
-        session.prepared.abort(session.shared_groups)  # which a thread does that may be late
+        session.end_waits(session.shared_groups)  # which a thread does that may be late
         session.prepared.drop()
         session.prepared = None
         self._context.send(

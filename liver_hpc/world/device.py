@@ -241,7 +241,7 @@ class Network:
         """Connects one group's members over `store` and returns the c10d backend.
 
         Collective over the members: blocks until all have come or the deadline passes. peers: how
-        an error names them. check: called while the device connects; it may raise. gloo's members
+        an error names them. check: called while they connect; it may raise. gloo's members
         prove their connections to each other (`gloo_sockets`); TransferError where one is not a
         member's.
         """
@@ -266,7 +266,7 @@ class Network:
             watch = gloo_sockets.Watch()
             options._devices = watch.listen(self._new_gloo_devices)
             backend = gloo(store, rank, size, options)
-            watch.prove(backend, store, rank, size, timeout)
+            watch.prove(backend, store, rank, size, timeout, check)
             chosen = Chosen(("gloo tcp",), self._gloo_way())
         backend._set_sequence_number_for_group()
         self._chosen[backend] = chosen

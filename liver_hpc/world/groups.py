@@ -242,8 +242,8 @@ class GroupBook:
             group = self._groups[members]
             old = previous._groups.get(members) if previous is not None else None
             if old is not None and old.backend is not None:
+                self._kept.add(members)  # before `abort` may see the backend
                 group.attach(old.backend)
-                self._kept.add(members)
             else:
                 group.connect(network, store, timeout_s, check)
         return len(self._kept)

@@ -186,6 +186,73 @@ def test_a_collective_that_never_ends_is_neither_waited_for_nor_in_the_way(tmp_p
     assert closed_s < AT_ONCE_S
 
 
+def _prepare_for_a_silent_peer(process: WorkerProcess, path: str) -> float:
+    """The second worker connects, and has nothing to say over the transfer's connections. How long
+    PREPARE of the first one went on after the attempt was called off."""
+    import torch.distributed as dist
+
+    from liver_hpc.clock import SystemClock
+    from liver_hpc.errors import LiverError
+    from liver_hpc.handoff import prepare as preparing
+    from liver_hpc.handoff.session import Session
+    from liver_hpc.layout.coordinates import Layout, RankMap
+    from liver_hpc.protocol.messages import Abort, Prepare, WireRankMap
+    from liver_hpc.transport.wire import GlooWire
+    from liver_hpc.world.context import WorkerContext
+
+    class Store(dist.FileStore):  # type: ignore[name-defined,misc]
+        def close(self) -> None:
+            pass
+
+    recipe = tiny_recipe()
+    context = WorkerContext(
+        worker=process.worker,
+        config=recipe.config,
+        recipe=recipe,
+        device=process.device,
+        network=process.network,
+        clock=SystemClock(),
+        send=lambda _message: None,
+        open_store=lambda: Store(path, -1),
+        checkpoints=Path(path).parent,
+    )
+    one = Layout(1, 1, 1)
+    source, target = RankMap(one, (1,)), RankMap(one, (0,))
+    message = Prepare(
+        generation=1,
+        source=WireRankMap.of(source),
+        source_generation=0,
+        target=WireRankMap.of(target),
+    )
+    session = Session(message, context)
+    called_off_s: list[float] = []
+
+    def call_off() -> None:
+        called_off_s.append(time.monotonic())
+        session.deliver(Abort(generation=1, reason="nobody wants it any more"))
+
+    plain_meet = GlooWire.meet
+
+    def meet(wire: Any, peers: Any, deadline: Any) -> None:
+        if process.worker == 0:
+            threading.Timer(1.0, call_off).start()
+            plain_meet(wire, peers, deadline)
+        _await_all(process, 2)
+
+    GlooWire.meet = meet  # type: ignore[method-assign]
+    try:
+        preparing.prepare(session, None).drop()
+    except LiverError:
+        _await_all(process, 2)
+        return time.monotonic() - called_off_s[0]
+    return -1.0
+
+
+def test_prepare_ends_with_its_attempt_whatever_its_peers_do(tmp_path: Path) -> None:
+    ended_s, _ = run_workers(_prepare_for_a_silent_peer, 2, tmp_path, str(tmp_path / "handoff"))
+    assert 0.0 <= ended_s < AT_ONCE_S
+
+
 def test_a_world_whose_groups_are_aborted_computes_no_further_micro_batch(
     device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,3 +108,15 @@ def test_a_resume_is_waited_for_past_the_abort() -> None:
     session.deliver(Abort(generation=4, reason="x"))
     session.deliver(Resume(generation=4, rebuild_generation=5))
     assert session.wait(Resume, 1.0, "all to go back").rebuild_generation == 5
+
+
+def test_what_has_been_opened_ends_with_the_attempt_and_what_is_opened_later_at_once() -> None:
+    session, _ = session_of(1)
+    ended, all_ended = list[str](), threading.Event()
+    session.ends_with(lambda shared: ended.append(f"groups, {shared}"))
+    session.closes(lambda: ended.append("wire"))
+    session.closes(all_ended.set)
+    session.deliver(Abort(generation=4, reason="x"))
+    assert all_ended.wait(10.0)
+    session.closes(lambda: ended.append("late"))
+    assert ended == ["groups, False", "wire", "late"]
