@@ -308,7 +308,7 @@ def test_a_worker_that_is_stuck_on_the_device_comes_free_with_the_abort(run: Lat
 
 
 def test_without_aborted_backends_it_stays(run: LateRun, without: Any) -> None:
-    without(Session, "deliver", 'quiet_thread(partial(prepared.abort, shared), "abort")', "pass")
+    without(Session, "deliver", 'quiet_thread(partial(self.end_waits, shared), "abort")', "pass")
     LateWorld.syncs, LateWorld.breaks = True, frozenset({2})
     run.begin()
     with pytest.raises(AssertionError, match="no end"):
