@@ -11,6 +11,7 @@ import selectors
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -104,12 +105,12 @@ def _flush(agent: Agent) -> None:
 
 
 def _hear(agent: Agent, crossing: Crossing) -> bool:
-    """Answers a frame with a frame; false where the agent was told to exit."""
+    """Answers what has come with a frame; false where the agent was told to exit."""
     try:
-        parts = agent.channel.receive_parts()
+        frames = agent.channel.receive_ready()  # all: of what is read already no selector tells
     except ChannelClosed:
         return False
-    for part in parts:
+    for part in chain.from_iterable(frames):
         if part.who == ITSELF:
             match m.decode(part.data) if part.data else None:
                 case m.Exit():

@@ -259,7 +259,7 @@ class Channel:
     def receive_ready(self) -> list[list[Part]]:
         """The parts of all frames that are there, without waiting for more. Raises ChannelClosed.
 
-        For a `Reader`, to which the channel is lent.
+        For who waits for the descriptor of many, as a `Reader` does.
         """
         if self._closed_because is not None:
             raise self._closed_error()
