@@ -571,9 +571,11 @@ class Coordinator:
         self._feed(e.WorkerGone(worker, reason))
 
     def _log_times(self, message: m.OfManyAtOnce) -> None:
-        timings_s = getattr(message, "timings_s", {})
-        if timings_s and log.isEnabledFor(logging.INFO):
-            took = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in timings_s.items())
+        if not isinstance(message, m.Prepared | m.Vote | m.FirstStep):
+            return
+        if message.timings_s and log.isEnabledFor(logging.INFO):
+            timings_s = message.timings_s.items()
+            took = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in timings_s)
             log.info("worker %d %s: %s", message.worker, message.type, took)
 
     # ---- checkpoints
