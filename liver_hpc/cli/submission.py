@@ -6,13 +6,13 @@ import shutil
 import subprocess
 import sys
 
+from liver_hpc.checkpoint.newest import newest_checkpoint, to_load
 from liver_hpc.cli.check import check_run
 from liver_hpc.cli.client import await_coordinator
 from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.run_job import check_over
 from liver_hpc.config.load import absolute_paths
 from liver_hpc.config.schema import AUTO, RunConfig
-from liver_hpc.coordinator.checkpoints import newest_checkpoint, to_load
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.host.files import file_lock
 from liver_hpc.layout.candidates import resolve_layouts

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from liver_hpc.checkpoint.index import (
@@ -20,23 +20,29 @@ from liver_hpc.checkpoint.index import (
     CheckpointIndex,
     Part,
     SavedModel,
-    checksum,
     complete_checkpoints,
     part_name,
     partial_path,
     put_back,
-    read_index,
     remains,
     set_aside,
     track,
     write_index,
     written_part,
 )
+from liver_hpc.checkpoint.newest import (
+    Loaded,
+    changed_files,
+    checked,
+    is_whole,
+    newest_checkpoint,
+    to_load,
+)
 from liver_hpc.clock import Clock
 from liver_hpc.cluster.slurm.run_job import check_over
-from liver_hpc.config.megatron_checkpoint import TRACKER_FILE, iteration_path, loaded_checkpoint
+from liver_hpc.config.megatron_checkpoint import TRACKER_FILE, iteration_path
 from liver_hpc.config.schema import RunConfig
-from liver_hpc.coordinator.remover import Remover, remove
+from liver_hpc.coordinator.file_work import FileWork, remove
 from liver_hpc.errors import CheckpointError
 from liver_hpc.host.files import flush_to_disk
 from liver_hpc.layout.coordinates import RankMap
@@ -47,122 +53,34 @@ from liver_hpc.recipes.base import Recipe
 from liver_hpc.recipes.specs import versions_of
 from liver_hpc.run import events as e
 from liver_hpc.run.directory import RunDirectory, claim_checkpoints
+from liver_hpc.run.epoch import Epoch
 
 log = logging.getLogger(__name__)
 
 RECORDED_PACKAGES = ("liver-hpc", "torch", "megatron-core")
 
-
-def newest_checkpoint(directory: Path) -> Checkpoint | None:
-    """The complete checkpoint of the highest step under `directory` that is not damaged; None where
-    there is none at all.
-
-    Damaged: the index cannot be read, or parts are missing or not as long as written; the log says
-    so. Raises CheckpointError when all are.
-    """
-    problems = []
-    for _, path in reversed(complete_checkpoints(directory)):
-        try:
-            return _checked(path)
-        except CheckpointError as error:
-            problems.append(str(error))
-            log.error("%s; the checkpoint before it is tried", error)
-    if problems:
-        raise CheckpointError(f"{'; '.join(problems)}; there is no earlier checkpoint")
-    return None
-
-
-def _checked(path: Path) -> Checkpoint:
-    index = read_index(path)
-    for part in (*index.parts, *index.further):
-        file = path / part.file
-        got_bytes = file.stat().st_size if file.is_file() else None
-        if got_bytes != part.num_bytes:
-            got = "missing" if got_bytes is None else f"{got_bytes} bytes long"
-            raise CheckpointError(f"{file} is {got}, wanted {part.num_bytes} bytes")
-    return Checkpoint(path, index)
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        _checked(path)
-    except CheckpointError as error:
-        log.error("%s", error)
-        return False
-    return True
-
-
-def _changed_files(checkpoint: Checkpoint) -> list[str]:
-    """Which files are not what was written; reads all of them."""
-    found = []
-    for part in (*checkpoint.index.parts, *checkpoint.index.further):
-        file = checkpoint.path / part.file
-        try:
-            got = checksum(file)
-        except OSError as error:
-            found.append(f"{file} cannot be read: {error.strerror}")
-            continue
-        if got != part.checksum:
-            wanted = f"checksum {got}, wanted {part.checksum}"
-            found.append(f"{file} has changed on the disk ({wanted})")
-    return found
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A checkpoint of a job of Megatron's, or of another run, which a run begins with. of_run: what
-    another run says of it."""
-
-    path: Path
-    step: int
-    of_run: Checkpoint | None = None
-
-
-def to_load(config: RunConfig, directory: Path, own: Checkpoint | None) -> Loaded | None:
-    """What a run begins with by `checkpoint.load`; None where it goes on from its own newest one,
-    or from nothing, as a job does whose --load is its --save at first.
-
-    The run's own goes first, but where both are in one directory the newest does. Raises
-    CheckpointError for a directory without one, or with one that cannot be loaded.
-    """
-    load = config.checkpoint.load
-    if load is None:
-        return None
-    load = load.expanduser()
-    same = load.resolve() == directory.resolve()
-    if own is not None and not same:
-        return None
-    try:
-        found = loaded_checkpoint(load)
-    except CheckpointError as error:
-        if own is None:
-            raise
-        log.warning("checkpoint.load: %s: the run goes on from its own newest one", error)
-        return None
-    if found is None:
-        if not same:
-            raise CheckpointError(f"checkpoint.load: {load} has no {TRACKER_FILE}")
-        log.info("checkpoint.load: %s has no checkpoint yet; training begins at step 0", load)
-        return None
-    step, path = found
-    is_of_a_run = (path / INDEX_FILE).exists()
-    if own is not None and own.index.scalars.step >= step:
-        return None
-    if is_of_a_run and same:
-        return None  # its own, and damaged: it would be `own` else
-    return Loaded(path, step, _checked(path) if is_of_a_run else None)
+Found = (
+    e.CheckpointWritten | e.CheckpointFailed | e.StateRestored | e.CheckpointDamaged | e.ShellFailed
+)
+"""What comes of what workers say of checkpoints."""
 
 
 class Checkpoints:
-    """The checkpoints of one run; used by the event loop alone.
+    """The checkpoints of one run; used by the event loop alone, which never waits for a file while
+    it trains: what comes of what workers say is to be asked for.
 
-    directory: where they lie.
+    directory: where they lie. wake: called in another thread once something is to be `found`.
     """
 
     def __init__(
-        self, config: RunConfig, recipe: Recipe, run_directory: Path, clock: Clock
+        self,
+        config: RunConfig,
+        recipe: Recipe,
+        epoch: Epoch,
+        clock: Clock,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
-        self._run = RunDirectory(run_directory.absolute())
+        self._run = RunDirectory(epoch.run_directory.absolute())
         self.directory = self._run.checkpoints_path
         self._config = config
         self._recipe = recipe
@@ -170,7 +88,23 @@ class Checkpoints:
         self._pending: dict[tuple[int, int], dict[int, Saved]] = {}
         self._source: Checkpoint | Loaded | None = None
         self._restored: dict[int, Restored] = {}
-        self._remover = Remover()
+        self._files = FileWork[Found]("the files of checkpoints", epoch, wake)
+        self._removals = FileWork[Found]("the removal of old checkpoints", epoch)
+
+    def found(self) -> list[Found]:
+        """What has come of what workers have said, since the last call."""
+        return self._files.found()
+
+    def settle(self, limit_s: float) -> list[Found]:
+        """The same, of all that they have said; waits for it, for so long at most."""
+        if not self._files.settle(limit_s):
+            log.warning("waited %g s for the files of checkpoints", limit_s)
+        return self.found()
+
+    def close(self, limit_s: float) -> None:
+        """Waits for what is to be done, old checkpoints to be removed too, for so long at most."""
+        self._files.close(limit_s)
+        self._removals.close(limit_s)
 
     # ---- before the run
 
@@ -208,27 +142,38 @@ class Checkpoints:
         completes any more. lives: whether the world of a generation does."""
         put_back(self.directory, lambda generation: not lives(generation))
         for generation, path in remains(self.directory):
-            if path.suffix == ".removed":
-                self._remover.remove(path)
-            elif not lives(generation):
-                remove(path)
+            if path.suffix == ".removed" or not lives(generation):
+                self._removals.do(partial(remove, path))
 
-    def restored(
-        self, message: Restored | NotRestored, rank_map: RankMap
-    ) -> e.StateRestored | e.CheckpointDamaged | e.ShellFailed | None:
+    def restored(self, message: Restored | NotRestored, rank_map: RankMap) -> None:
         """What a worker of the first world holds; once all have come, or one cannot read what it
-        needs, whether it is what was saved, and which file is at fault where it is not."""
+        needs, it is found out whether it is what was saved, and which file is at fault where it is
+        not."""
         source = self._source
         if source is None:
-            return None  # it is judged already
+            return  # it is judged already
         if isinstance(message, NotRestored):
             self._source = None
-            return self._refused(source, f"worker {message.worker}: {message.reason}")
+            why = f"worker {message.worker}: {message.reason}"
+            self._find_out(lambda: self._refused(source, why))
+            return
         self._restored[message.worker] = message
         came, workers = self._restored.keys(), rank_map.workers
-        if len(came) < len(workers) or came != {*workers}:
-            return None
-        self._source = None
+        if len(came) == len(workers) and came == {*workers}:
+            self._source = None
+            self._find_out(lambda: self._judged(source, message.generation, rank_map))
+
+    def _find_out(self, task: Callable[[], Found]) -> None:
+        def found() -> Found:
+            try:
+                return task()
+            except Exception as error:  # the thread's last line: who waits for it must hear of it
+                log.exception("the files of checkpoints")
+                return e.ShellFailed(str(error))
+
+        self._files.do(found)
+
+    def _judged(self, source: Checkpoint | Loaded, generation: int, rank_map: RankMap) -> Found:
         if isinstance(source, Loaded):
             what, problem = "read is not one state", self._unlike_copies(source, rank_map)
             if not problem and source.of_run is not None:
@@ -241,18 +186,16 @@ class Checkpoints:
             )
         if problem:
             return self._refused(source, f"what was {what}: {problem}")
-        return e.StateRestored(message.generation)
+        return e.StateRestored(generation)
 
-    def _refused(
-        self, source: Checkpoint | Loaded, problem: str
-    ) -> e.CheckpointDamaged | e.ShellFailed:
+    def _refused(self, source: Checkpoint | Loaded, problem: str) -> Found:
         """The run goes on from the checkpoint before where this one's files have changed; all of
         them are read for that."""
         if isinstance(source, Loaded):
-            files = [] if source.of_run is None else _changed_files(source.of_run)
+            files = [] if source.of_run is None else changed_files(source.of_run)
             return e.ShellFailed("; ".join([f"{source.path}: {problem}", *files[:1]]))
         path, problem = source.path, f"{source.path}: {problem}"
-        changed = _first(_changed_files(source))
+        changed = _first(changed_files(source))
         steps = [step for step, _ in complete_checkpoints(self.directory)]
         earlier = [step for step in steps if step < source.index.scalars.step]
         what = changed or "its files are as they were written"
@@ -303,17 +246,17 @@ class Checkpoints:
 
     # ---- while it trains
 
-    def saved(
-        self, message: Saved, world: WorldRef
-    ) -> e.CheckpointWritten | e.CheckpointFailed | None:
-        """A worker's part; once all have come, what became of the checkpoint."""
+    def saved(self, message: Saved, world: WorldRef) -> None:
+        """A worker's part; once all have come, they are made a checkpoint."""
         step = message.scalars.step
         parts = self._pending.setdefault((message.generation, step), {})
         parts[message.worker] = message
         workers = world.rank_map.workers
-        if len(parts) < len(workers) or parts.keys() != {*workers}:
-            return None
-        del self._pending[message.generation, step]
+        if len(parts) == len(workers) and parts.keys() == {*workers}:
+            del self._pending[message.generation, step]
+            self._find_out(lambda: self._made_of(parts, step, world))
+
+    def _made_of(self, parts: Mapping[int, Saved], step: int, world: WorldRef) -> Found:
         problem = self._problem(parts, world.rank_map)
         if not problem:
             try:
@@ -323,9 +266,12 @@ class Checkpoints:
             except CheckpointError as error:
                 problem = str(error)
         if problem:
-            remove(partial_path(self.directory, step, message.generation))
+            remove(partial_path(self.directory, step, world.generation))
             return e.CheckpointFailed(step, f"checkpoint of step {step} given up: {problem}")
-        self._remove_old(world.generation)
+        try:
+            self._remove_old(world.generation)
+        except OSError as error:  # it is tried again after the next checkpoint
+            log.warning("old checkpoints in %s: %s", self.directory, error)
         return e.CheckpointWritten(
             step=step,
             path=str(iteration_path(self.directory, step)),
@@ -339,7 +285,7 @@ class Checkpoints:
         steps = sorted(step for of, step in self._pending if of == generation)
         for step in steps:
             del self._pending[generation, step]
-            remove(partial_path(self.directory, step, generation))
+            self._removals.do(partial(remove, partial_path(self.directory, step, generation)))
         if not steps:
             return None
         why = "not all workers had written when their world ended"
@@ -364,13 +310,13 @@ class Checkpoints:
         CheckpointError where not all is seen here that workers have written."""
         saved = [parts[worker] for worker in world.rank_map.workers]
         step = saved[0].scalars.step
-        partial = partial_path(self.directory, step, world.generation)
+        unnamed = partial_path(self.directory, step, world.generation)
         final = iteration_path(self.directory, step)
-        is_named = not partial.exists() and (final / INDEX_FILE).exists()
-        if is_named and _checked(final).index.generation == world.generation:
+        is_named = not unnamed.exists() and (final / INDEX_FILE).exists()
+        if is_named and checked(final).index.generation == world.generation:
             track(self.directory, step)
             return
-        further = [partial / name for name in FURTHER_FILES]
+        further = [unnamed / name for name in FURTHER_FILES]
         index = CheckpointIndex(
             format_version=FORMAT_VERSION,
             run=self._config.name,
@@ -387,13 +333,13 @@ class Checkpoints:
             versions=versions_of(RECORDED_PACKAGES),
             further=tuple(map(written_part, further)),
         )
-        write_index(partial, index)
-        _checked(partial)
+        write_index(unnamed, index)
+        checked(unnamed)
         if (final / INDEX_FILE).exists():  # of before a restart from an earlier step
-            final.rename(partial.with_suffix(".replaced"))
+            final.rename(unnamed.with_suffix(".replaced"))
         elif final.exists():  # of somebody else
             log.warning("%s is not of this run, and now called %s", final, set_aside(final))
-        os.rename(partial, final)
+        os.rename(unnamed, final)
         flush_to_disk(self.directory)
         track(self.directory, step)
 
@@ -403,7 +349,7 @@ class Checkpoints:
         found = complete_checkpoints(self.directory)
         keep = self._config.checkpoint.keep
         old = found[:-keep] if keep is not None else []
-        if old and not any(_is_whole(path) for _, path in reversed(found[len(old) :])):
+        if old and not any(is_whole(path) for _, path in reversed(found[len(old) :])):
             log.error("none of the newest checkpoints is whole: those before stay")
             old = []
         for step, path in old:
@@ -419,11 +365,7 @@ class Checkpoints:
         except OSError as error:  # it is tried again after the next checkpoint
             log.warning("cannot remove %s: %s", path, error)
         else:
-            self._remover.remove(retired)
-
-    def close(self, limit_s: float) -> None:
-        """Waits for old checkpoints to be removed, for so long at most."""
-        self._remover.close(limit_s)
+            self._removals.do(partial(remove, retired))
 
 
 def _scalar_difference(wanted: ScalarState, got: ScalarState) -> str:

@@ -86,7 +86,14 @@ class Asked(Question[m.Reply]):
     request: m.FromOperator
 
 
-InboxEvent = Called | Said | Closed | Met | Asked | PoolEvent | StopSignalled | JournalNews
+@dataclass(frozen=True)
+class FilesDone:
+    """Something has come of what workers have said of checkpoints."""
+
+
+InboxEvent = (
+    Called | Said | Closed | Met | Asked | FilesDone | PoolEvent | StopSignalled | JournalNews
+)
 
 
 class Inbox:

@@ -25,6 +25,7 @@ from liver_hpc.coordinator.connections import (
     Closed,
     ConnectionServer,
     Control,
+    FilesDone,
     Inbox,
     InboxEvent,
     Met,
@@ -109,7 +110,7 @@ class Coordinator:
         self._progress = Progress(config, services.clock)
         self._stragglers = Stragglers(config, services.clock, self.core)
         self._checkpoints = Checkpoints(
-            config, services.recipe, epoch.run_directory, services.clock
+            config, services.recipe, epoch, services.clock, lambda: self._inbox.put(FilesDone())
         )
         self._performer = Performer(
             services, self._registry, self._agents, self._store, self._checkpoints
@@ -307,6 +308,8 @@ class Coordinator:
                 if self._journal_failed:
                     self._journal_failed = False
                     self._feed(e.JournalFailed(""))
+            case FilesDone():
+                self._feed_all(self._checkpoints.found())
             case Superseded():
                 raise event
             case e.JournalFailed():
@@ -398,6 +401,10 @@ class Coordinator:
             self._perform_held()
         if self.core.world is not None and self.core.world.generation != self._noted_generation:
             self._note_world(self.core.world, at_s)
+
+    def _feed_all(self, events: Sequence[e.Event]) -> None:
+        for event in events:
+            self._feed(event)
 
     def _note_world(self, world: WorldRef, at_s: float) -> None:
         """For whoever lists runs; training goes on where it cannot be written."""
@@ -545,6 +552,10 @@ class Coordinator:
                 took = ", ".join(f"{part} {s:.2f} s" for part, s in message.boot_timings_s.items())
                 log.info("worker %d on %s has booted: %s", worker, message.host, took)
                 self._feed(message, ((worker, number),))
+            case m.Finished():
+                # What it has saved has come to something by then; nobody trains any more.
+                self._feed_all(self._checkpoints.settle(self._config.deadlines.boundary_s))
+                self._feed(message, ((worker, number),))
             case m.Saved() | m.Restored() | m.NotRestored():
                 self._feed(message, ((worker, number),))
                 self._saved_or_restored(message)
@@ -588,9 +599,9 @@ class Coordinator:
         if world is None:
             log.warning("worker %d %s generation %d", message.worker, message.type, generation)
         elif isinstance(message, m.Saved):
-            self._feed(self._checkpoints.saved(message, world))
+            self._checkpoints.saved(message, world)
         else:
-            self._feed(self._checkpoints.restored(message, world.rank_map))
+            self._checkpoints.restored(message, world.rank_map)
 
     # ---- operators
 

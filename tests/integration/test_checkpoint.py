@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from liver_hpc.checkpoint.newest import newest_checkpoint
 from liver_hpc.checkpoint.torch_dist.files import Reader, read_table
 from liver_hpc.cli.client import stop
 from liver_hpc.cli.submission import resume_run
 from liver_hpc.config.load import dump_run
 from liver_hpc.config.megatron_checkpoint import TRACKER_FILE
 from liver_hpc.config.schema import RunConfig
-from liver_hpc.coordinator.checkpoints import newest_checkpoint
 from liver_hpc.report.derive import run_figures
 from liver_hpc.report.store import RunRecords, read_run
 from liver_hpc.run.directory import RunDirectory

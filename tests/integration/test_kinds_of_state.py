@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from liver_hpc.checkpoint.index import Checkpoint
+from liver_hpc.checkpoint.newest import newest_checkpoint
 from liver_hpc.checkpoint.torch_dist.files import Reader, read_table
 from liver_hpc.cli.client import stop
-from liver_hpc.coordinator.checkpoints import newest_checkpoint
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.report.store import read_run
 from liver_hpc.run.directory import RunDirectory

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from liver_hpc.checkpoint.index import INDEX_FILE
+from liver_hpc.checkpoint.newest import newest_checkpoint
 from liver_hpc.config.megatron_checkpoint import TRACKER_FILE, tracked_step
-from liver_hpc.coordinator.checkpoints import newest_checkpoint
 from liver_hpc.report.store import read_run
 from liver_hpc.run.directory import RunDirectory
 from tests.integration.runs import finish, start, worst_difference

@@ -4,6 +4,7 @@ would."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,23 @@ from liver_hpc.checkpoint.index import Part, partial_path
 from liver_hpc.checkpoint.torch_dist import parts as torch_dist
 from liver_hpc.checkpoint.torch_dist.contents import common_state, read_contents
 from liver_hpc.checkpoint.torch_dist.files import rank_lists, write_common, write_table
-from liver_hpc.clock import Deadline, FakeClock, SystemClock, poll_until
+from liver_hpc.clock import FakeClock
 from liver_hpc.config.megatron_checkpoint import TRACKER_FILE
 from liver_hpc.config.schema import RunConfig
-from liver_hpc.coordinator.checkpoints import Checkpoints
+from liver_hpc.coordinator.checkpoints import Checkpoints, Found
+from liver_hpc.coordinator.file_work import FileWork
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.tensors import PARAMETER, ModelSpec, TensorSpec
 from liver_hpc.protocol.events import WorldRef
-from liver_hpc.protocol.messages import ClassDigest, Saved, ScalarState
+from liver_hpc.protocol.messages import (
+    ClassDigest,
+    NotRestored,
+    Restored,
+    Saved,
+    ScalarState,
+)
 from liver_hpc.recipes.base import NoOptions
+from liver_hpc.run.epoch import Epoch
 from liver_hpc.run.events import CheckpointFailed, CheckpointWritten
 from liver_hpc.world.sharded import Sharded
 from liver_hpc.world.state import WorldState
@@ -116,6 +125,42 @@ class ModelOnly(TinyRecipe):
         self.spec = model
 
 
+class _AtOnce(FileWork[Found]):
+    """A coordinator may die in what it does."""
+
+    def do(self, task: Callable[[], Found | None]) -> None:
+        outcome = self._outcome(task)
+        self._found += [] if outcome is None else [outcome]
+
+
+def opened(config: RunConfig, model: ModelSpec, directory: Path) -> Checkpoints:
+    """Those of a run of which nothing but its tensors matters; their files wait for no thread."""
+    epoch = Epoch(directory, 1)
+    checkpoints = Checkpoints(config, ModelOnly(model, config), epoch, FakeClock())
+    checkpoints._files, checkpoints._removals = (_AtOnce("files", epoch) for _ in range(2))
+    return checkpoints
+
+
+def save_part(checkpoints: Checkpoints, message: Saved, world: WorldRef) -> Any:
+    """What has come of it; None where others have yet to say what they have saved."""
+    checkpoints.saved(message, world)
+    return _the_one(checkpoints)
+
+
+def restore_part(
+    checkpoints: Checkpoints, message: Restored | NotRestored, rank_map: RankMap
+) -> Any:
+    """The same."""
+    checkpoints.restored(message, rank_map)
+    return _the_one(checkpoints)
+
+
+def _the_one(checkpoints: Checkpoints) -> Any:
+    found = checkpoints.found()
+    assert len(found) < 2
+    return found[0] if found else None
+
+
 class Disk:
     """The checkpoints of a run of `model` in `directory`, whose first worker is `first`."""
 
@@ -123,7 +168,7 @@ class Disk:
         config = tiny_run(checkpoint={"keep": keep})
         self.model = model
         self.run_directory = directory
-        self.checkpoints = Checkpoints(config, ModelOnly(model, config), directory, FakeClock())
+        self.checkpoints = opened(config, model, directory)
         self.directory = self.checkpoints.directory
 
     def world(self, layout: Layout, generation: int = 3) -> WorldRef:
@@ -145,17 +190,14 @@ class Disk:
     def save(self, layout: Layout, step: int) -> CheckpointWritten | CheckpointFailed | None:
         """All workers write; returns what came of the last one's part."""
         outcomes = [
-            self.checkpoints.saved(self.part(layout, at, step), self.world(layout))
+            save_part(self.checkpoints, self.part(layout, at, step), self.world(layout))
             for at in layout.coordinates()
         ]
         assert not any(outcomes[:-1])
         return outcomes[-1]
 
     def steps(self) -> list[str]:
-        """Everything in the directory, but what says which one a job of Megatron's loads; once what
-        is out of use is removed."""
-        removed = Deadline.after(SystemClock(), 10.0, "old checkpoints to be removed")
-        poll_until(lambda: not [*self.directory.glob("*.removed")], removed)
+        """Everything in the directory, but what says which one a job of Megatron's loads."""
         return sorted({path.name for path in self.directory.iterdir()} - {TRACKER_FILE})
 
 

@@ -20,12 +20,14 @@ from liver_hpc.checkpoint.index import (
     newest_step,
     read_index,
 )
+from liver_hpc.checkpoint.newest import newest_checkpoint
 from liver_hpc.config.megatron_checkpoint import tracked_step
 from liver_hpc.coordinator import checkpoints as module
-from liver_hpc.coordinator.checkpoints import newest_checkpoint
+from liver_hpc.coordinator.file_work import FileWork
 from liver_hpc.errors import CheckpointError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol.messages import NotRestored, Restored, Saved
+from liver_hpc.run.epoch import Epoch
 from liver_hpc.run.events import (
     CheckpointDamaged,
     CheckpointFailed,
@@ -39,7 +41,9 @@ from tests.unit.checkpoint.disk import (
     digests_of,
     empty,
     filled,
+    restore_part,
     restored_rank_map,
+    save_part,
     scalar_state,
     write_part,
 )
@@ -57,17 +61,17 @@ def disk(tmp_path: Path) -> Disk:
 def saved_with(disk: Disk, step: int, change: Change) -> object:
     """A checkpoint of which the second worker's message is another one."""
     first, second = (disk.part(TWO, at, step) for at in TWO.coordinates())
-    assert disk.checkpoints.saved(first, disk.world(TWO)) is None
-    return disk.checkpoints.saved(change(second), disk.world(TWO))
+    assert save_part(disk.checkpoints, first, disk.world(TWO)) is None
+    return save_part(disk.checkpoints, change(second), disk.world(TWO))
 
 
 def test_a_checkpoint_is_complete_once_all_workers_have_saved(disk: Disk) -> None:
     first, second = (disk.part(TWO, at, 4) for at in TWO.coordinates())
-    disk.checkpoints.saved(second, disk.world(TWO))
+    save_part(disk.checkpoints, second, disk.world(TWO))
     assert disk.steps() == [".step-00000004-g3.partial"]
     assert newest_checkpoint(disk.directory) is None
     longer = first.model_copy(update={"took_s": 1.5})
-    assert disk.checkpoints.saved(longer, disk.world(TWO)) == CheckpointWritten(
+    assert save_part(disk.checkpoints, longer, disk.world(TWO)) == CheckpointWritten(
         step=4,
         path=str(disk.directory / "iter_0000004"),
         largest_bytes=max(first.num_bytes, second.num_bytes),
@@ -88,9 +92,9 @@ def test_a_checkpoint_is_complete_once_all_workers_have_saved(disk: Disk) -> Non
 def test_workers_may_be_a_step_ahead_of_each_other(disk: Disk) -> None:
     ahead, behind = TWO.coordinates()
     for step in (4, 5):
-        disk.checkpoints.saved(disk.part(TWO, ahead, step), disk.world(TWO))
+        save_part(disk.checkpoints, disk.part(TWO, ahead, step), disk.world(TWO))
     for step in (4, 5):
-        disk.checkpoints.saved(disk.part(TWO, behind, step), disk.world(TWO))
+        save_part(disk.checkpoints, disk.part(TWO, behind, step), disk.world(TWO))
     assert disk.steps() == ["iter_0000004", "iter_0000005"]
 
 
@@ -171,14 +175,14 @@ def test_a_world_that_ends_takes_its_unfinished_checkpoint_along(disk: Disk) -> 
     disk.save(TWO, 4)
     first, second = (disk.part(TWO, at, 8) for at in TWO.coordinates())
     assert disk.checkpoints.forget(3) is None
-    disk.checkpoints.saved(first, disk.world(TWO))
+    save_part(disk.checkpoints, first, disk.world(TWO))
     assert disk.checkpoints.forget(2) is None
     assert disk.checkpoints.forget(3) == CheckpointFailed(
         8,
         "checkpoint of step 8 given up: not all workers had written when their world ended",
     )
     assert disk.steps() == ["iter_0000004"]
-    assert disk.checkpoints.saved(second, disk.world(TWO)) is None, "it came too late"
+    assert save_part(disk.checkpoints, second, disk.world(TWO)) is None, "it came too late"
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
@@ -196,6 +200,7 @@ def test_nobody_waits_until_old_ones_are_removed(
 ) -> None:
     """They are no checkpoints any more at once; the next start removes what is left."""
     disk, goes_on, rmtree = Disk(TIED, tmp_path, keep=1), threading.Event(), shutil.rmtree
+    disk.checkpoints._removals = FileWork("the removal of old checkpoints", Epoch(tmp_path, 1))
 
     def slow(path: Path) -> None:
         assert goes_on.wait(10.0)
@@ -206,7 +211,7 @@ def test_nobody_waits_until_old_ones_are_removed(
         assert isinstance(disk.save(TWO, step), CheckpointWritten)
     assert [step for step, _ in complete_checkpoints(disk.directory)] == [8]
     disk.checkpoints.close(0.05)
-    assert "waited 0.05 s for old checkpoints to be removed" in caplog.text
+    assert "waited 0.05 s for the removal of old checkpoints; not all is done" in caplog.text
     goes_on.set()
     disk.checkpoints.close(10.0)
     assert disk.steps() == ["iter_0000008"]
@@ -272,12 +277,12 @@ def test_the_next_coordinator_completes_what_workers_had_written(
     if dies_in is not None:
         with monkeypatch.context() as patched:
             patched.setattr(os if dies_in == "rename" else module, dies_in, die)
-            disk.checkpoints.saved(said[0], disk.world(TWO))
+            save_part(disk.checkpoints, said[0], disk.world(TWO))
             with pytest.raises(KeyboardInterrupt):
-                disk.checkpoints.saved(said[1], disk.world(TWO))
+                save_part(disk.checkpoints, said[1], disk.world(TWO))
     later = Disk(TIED, disk.run_directory).checkpoints
     later.take_over(lambda generation: generation == 3)
-    first, second = (later.saved(each, disk.world(TWO)) for each in said)
+    first, second = (save_part(later, each, disk.world(TWO)) for each in said)
     assert first is None
     assert isinstance(second, CheckpointWritten)
     assert disk.steps() == ["iter_0000008"]
@@ -316,7 +321,8 @@ def test_restored_workers_are_compared_with_what_was_saved(disk: Disk) -> None:
     rank_map = restored_rank_map(TWO)
     states = [filled(TIED, TWO, at) for at in TWO.coordinates()]
     said = [
-        later.restored(
+        restore_part(
+            later,
             Restored(worker=w, generation=0, scalars=scalar_state(4), digests=digests_of(state)),
             rank_map,
         )
@@ -337,7 +343,7 @@ def test_workers_that_restored_something_else_are_refused(disk: Disk, wrong: str
     scalars = scalar_state(8).model_copy(update={"seed": 5} if wrong == "scalars" else {})
     message = Restored(worker=0, generation=0, scalars=scalars, digests=digests_of(state))
     said = "seed is 5, wanted 1234" if wrong == "scalars" else r"exp_avg \(split over tp\): "
-    refused = later.restored(message, restored_rank_map(one))
+    refused = restore_part(later, message, restored_rank_map(one))
     assert isinstance(refused, ShellFailed)
     assert re.search(said, refused.reason)
     assert "its files are as they were written" in refused.reason
@@ -440,7 +446,7 @@ def test_one_whose_bytes_have_changed_is_set_aside_for_the_next_start(disk: Disk
     (at,) = one.coordinates()
     digests = digests_of(empty(TIED, one, at))
     message = Restored(worker=0, generation=0, scalars=scalar_state(8), digests=digests)
-    refused = later.restored(message, restored_rank_map(one))
+    refused = restore_part(later, message, restored_rank_map(one))
     assert isinstance(refused, CheckpointDamaged)
     said = r"__0_0.distcp has changed on the disk .* it is now .*damaged-iter_0000008; the run goes"
     assert re.search(said, refused.reason)
@@ -461,8 +467,8 @@ def test_one_that_a_worker_cannot_read_is_set_aside_where_its_files_have_changed
         damage(path)
     rank_map = restored_rank_map(TWO)
     told = [NotRestored(worker=w, generation=0, reason="cannot be read") for w in (1, 0)]
-    refused = later.restored(told[0], rank_map)
-    assert later.restored(told[1], rank_map) is None, "it is judged already"
+    refused = restore_part(later, told[0], rank_map)
+    assert restore_part(later, told[1], rank_map) is None, "it is judged already"
     kind = ShellFailed if damage is None else CheckpointDamaged
     assert isinstance(refused, kind)
     assert refused.reason.startswith(f"{path}: worker 1: cannot be read; ")
@@ -478,7 +484,7 @@ def test_the_last_one_is_never_set_aside(disk: Disk) -> None:
     later.open()
     change_a_part(disk.directory / "iter_0000004")
     told = NotRestored(worker=0, generation=0, reason="cannot be read")
-    refused = later.restored(told, restored_rank_map(TWO))
+    refused = restore_part(later, told, restored_rank_map(TWO))
     assert isinstance(refused, ShellFailed)
     assert "__0_0.distcp has changed on the disk" in refused.reason
     assert refused.reason.endswith("there is no earlier checkpoint")
@@ -488,9 +494,9 @@ def test_the_last_one_is_never_set_aside(disk: Disk) -> None:
 def test_parts_that_the_coordinator_does_not_see_make_no_checkpoint(disk: Disk) -> None:
     disk.save(TWO, 4)
     first, second = (disk.part(TWO, at, 8) for at in TWO.coordinates())
-    disk.checkpoints.saved(first, disk.world(TWO))
+    save_part(disk.checkpoints, first, disk.world(TWO))
     (disk.directory / ".step-00000008-g3.partial" / "__0_0.distcp").unlink()
-    failed = disk.checkpoints.saved(second, disk.world(TWO))
+    failed = save_part(disk.checkpoints, second, disk.world(TWO))
     assert isinstance(failed, CheckpointFailed)
     assert "__0_0.distcp is missing" in failed.reason
     assert disk.steps() == ["iter_0000004"]

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from liver_hpc.checkpoint.index import SavedModel, part_name
+from liver_hpc.checkpoint.newest import newest_checkpoint
 from liver_hpc.checkpoint.parts import restore
 from liver_hpc.checkpoint.torch_dist.files import (
     Place,
@@ -24,7 +25,6 @@ from liver_hpc.checkpoint.torch_dist.files import (
     read_table,
     write_table,
 )
-from liver_hpc.coordinator.checkpoints import newest_checkpoint
 from liver_hpc.errors import CheckpointError
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.tensors import PARAMETER, ModelSpec
@@ -36,6 +36,7 @@ from tests.unit.checkpoint.disk import (
     empty,
     filled,
     read_state,
+    restore_part,
     restored_rank_map,
     scalar_state,
     write_part,
@@ -232,8 +233,8 @@ def test_a_corrupted_byte_is_refused_by_digest_and_its_file_is_named(
             )
         )
     *early, last = messages
-    assert [later.restored(message, rank_map) for message in early] == [None] * len(early)
-    refused = later.restored(last, rank_map)
+    assert [restore_part(later, message, rank_map) for message in early] == [None] * len(early)
+    refused = restore_part(later, last, rank_map)
     assert isinstance(refused, ShellFailed)
     assert "not what was saved: exp_avg (split over tp): " in refused.reason
     assert f"{part} has changed on the disk" in refused.reason

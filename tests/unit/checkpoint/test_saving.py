@@ -16,9 +16,9 @@ import torch
 from liver_hpc.checkpoint import saving
 from liver_hpc.checkpoint.copied import HostCopy
 from liver_hpc.checkpoint.index import part_name, partial_path
+from liver_hpc.checkpoint.newest import newest_checkpoint
 from liver_hpc.checkpoint.saving import LONGEST_S, SHORTEST_S, Saving, interval_s
 from liver_hpc.clock import Clock, FakeClock, SystemClock
-from liver_hpc.coordinator.checkpoints import newest_checkpoint
 from liver_hpc.errors import CheckpointError, PlanError
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.tensors import PARAMETER, Box
@@ -35,6 +35,7 @@ from tests.unit.checkpoint.disk import (
     empty,
     filled,
     read_state,
+    save_part,
     scalar_state,
     write_part,
 )
@@ -382,7 +383,7 @@ def differences(run: LateRun, tmp_path: Path) -> list[object]:
     """Checkpoints that are not what a world is after so many steps, by what is read of them."""
     disk, found = Disk(TIED, tmp_path, keep=1), []
     for saved in saved_of(run):
-        outcome = disk.checkpoints.saved(saved, WorldRef(1, TP))
+        outcome = save_part(disk.checkpoints, saved, WorldRef(1, TP))
         if outcome is None:
             continue
         if not isinstance(outcome, CheckpointWritten):

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from liver_hpc.checkpoint.index import INDEX_FILE, Checkpoint
+from liver_hpc.checkpoint.newest import Loaded, newest_checkpoint, to_load
 from liver_hpc.cli.check import _check_checkpoints
-from liver_hpc.clock import FakeClock
 from liver_hpc.config.megatron_checkpoint import TRACKER_FILE, tracked_step
 from liver_hpc.config.schema import CheckpointSection
-from liver_hpc.coordinator.checkpoints import Checkpoints, Loaded, newest_checkpoint, to_load
 from liver_hpc.errors import CheckpointError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol.messages import Restored
@@ -20,10 +19,11 @@ from liver_hpc.run.events import ShellFailed, StateRestored
 from tests.fakes import tiny_run
 from tests.unit.checkpoint.disk import (
     Disk,
-    ModelOnly,
     digests_of,
     empty,
     filled,
+    opened,
+    restore_part,
     restored_rank_map,
     scalar_state,
 )
@@ -70,7 +70,7 @@ def test_what_another_run_has_saved_is_compared_with_what_it_says_of_it(
 ) -> None:
     """All copies that were read are alike: the file has changed."""
     config = tiny_run(checkpoint={"load": own.path.parent})
-    later = Checkpoints(config, ModelOnly(TIED, config), tmp_path / "new", FakeClock())
+    later = opened(config, TIED, tmp_path / "new")
     later.open()
     if damaged:
         file = own.path / own.index.parts[0].file
@@ -80,7 +80,7 @@ def test_what_another_run_has_saved_is_compared_with_what_it_says_of_it(
     one = Layout(1, 1, 1)
     state = (empty if damaged else filled)(TIED, one, next(one.coordinates()))
     message = Restored(worker=0, generation=0, scalars=scalar_state(8), digests=digests_of(state))
-    came = later.restored(message, restored_rank_map(one))
+    came = restore_part(later, message, restored_rank_map(one))
     if not damaged:
         assert came == StateRestored(0)
         return

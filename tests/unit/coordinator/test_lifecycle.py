@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import stat
+import threading
+import time
 
 import pytest
 
@@ -16,8 +18,10 @@ from liver_hpc.rendezvous.base import Identity
 from liver_hpc.rendezvous.channel import ChannelClosed, connect
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.events import CheckpointWritten
+from liver_hpc.run.lifecycle import TRAINING
 from liver_hpc.run.outcome import Outcome
 from tests.fakes import Fault
+from tests.unit.checkpoint.disk import scalar_state
 from tests.unit.coordinator.live import LIMIT_S, SECRET, Start
 
 pytestmark = pytest.mark.timeout(60)
@@ -164,6 +168,30 @@ def test_a_worker_that_is_lost_as_the_run_ends_does_not_make_it_begin_again(
     assert outcome.state == ending
     assert "worker 1 lost" in outcome.reason
     assert "the checkpoint of step 1 is left" in outcome.reason
+
+
+def test_a_slow_disk_holds_up_nothing_but_the_end_of_the_run(
+    make: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last checkpoint has come to something before the run has ended."""
+    run, goes_on = make(), threading.Event()
+
+    def slow(_parts: object, step: int, _world: object) -> CheckpointWritten:
+        assert goes_on.wait(LIMIT_S)
+        return CheckpointWritten(step, "a directory", 1, 0.1, 1)
+
+    monkeypatch.setattr(run.coordinator._checkpoints, "_made_of", slow)
+    for worker, played in run.cluster.workers.items():
+        played.say([m.Saved(worker=worker, generation=0, scalars=scalar_state(1))])
+    run.until(lambda: run.coordinator._checkpoints._files._to_do, "what has been saved")
+    assert run.status()["state"] == "training"
+    for worker, played in run.cluster.workers.items():
+        played.say([m.Finished(worker=worker, step=1)])
+    time.sleep(0.3)
+    assert run.coordinator.core.state is TRAINING
+    goes_on.set()
+    run.outcome()
+    assert run.coordinator.core._checkpointed == (1, "a directory")
 
 
 def test_a_run_that_is_stopped_before_its_launch_launches_nothing(make: Start) -> None:

@@ -23,6 +23,7 @@ from liver_hpc.run.directory import (
     find_run,
     point_latest,
 )
+from liver_hpc.run.epoch import Epoch
 from tests.fakes import tiny_recipe, tiny_run
 
 NOBODY = 65534
@@ -141,7 +142,7 @@ def test_a_directory_of_another_user_is_refused(shared: Path, tmp_path: Path, pl
     else:
         place.symlink_to(trap)
     os.chown(trap if planted.startswith("what") else place, NOBODY, -1, follow_symlinks=False)
-    checkpoints = Checkpoints(config, tiny_recipe(config), run.path, FakeClock())
+    checkpoints = Checkpoints(config, tiny_recipe(config), Epoch(run.path, 1), FakeClock())
     with pytest.raises(ConfigError, match=r"checkpoint.directory: .*tiny-1 belongs to user nobody"):
         checkpoints.open()
 

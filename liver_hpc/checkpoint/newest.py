@@ -1,0 +1,123 @@
+"""Which checkpoint a run goes on from, and whether one is what was written."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from liver_hpc.checkpoint.index import (
+    INDEX_FILE,
+    Checkpoint,
+    checksum,
+    complete_checkpoints,
+    read_index,
+)
+from liver_hpc.config.megatron_checkpoint import TRACKER_FILE, loaded_checkpoint
+from liver_hpc.config.schema import RunConfig
+from liver_hpc.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+
+def newest_checkpoint(directory: Path) -> Checkpoint | None:
+    """The complete checkpoint of the highest step under `directory` that is not damaged; None where
+    there is none at all.
+
+    Damaged: the index cannot be read, or parts are missing or not as long as written; the log says
+    so. Raises CheckpointError when all are.
+    """
+    problems = []
+    for _, path in reversed(complete_checkpoints(directory)):
+        try:
+            return checked(path)
+        except CheckpointError as error:
+            problems.append(str(error))
+            log.error("%s; the checkpoint before it is tried", error)
+    if problems:
+        raise CheckpointError(f"{'; '.join(problems)}; there is no earlier checkpoint")
+    return None
+
+
+def checked(path: Path) -> Checkpoint:
+    """Raises CheckpointError where the index cannot be read, or a file is missing or not as long as
+    written."""
+    index = read_index(path)
+    for part in (*index.parts, *index.further):
+        file = path / part.file
+        got_bytes = file.stat().st_size if file.is_file() else None
+        if got_bytes != part.num_bytes:
+            got = "missing" if got_bytes is None else f"{got_bytes} bytes long"
+            raise CheckpointError(f"{file} is {got}, wanted {part.num_bytes} bytes")
+    return Checkpoint(path, index)
+
+
+def is_whole(path: Path) -> bool:
+    """The same; the log says what is wrong."""
+    try:
+        checked(path)
+    except CheckpointError as error:
+        log.error("%s", error)
+        return False
+    return True
+
+
+def changed_files(checkpoint: Checkpoint) -> list[str]:
+    """Which files are not what was written; reads all of them."""
+    found = []
+    for part in (*checkpoint.index.parts, *checkpoint.index.further):
+        file = checkpoint.path / part.file
+        try:
+            got = checksum(file)
+        except OSError as error:
+            found.append(f"{file} cannot be read: {error.strerror}")
+            continue
+        if got != part.checksum:
+            wanted = f"checksum {got}, wanted {part.checksum}"
+            found.append(f"{file} has changed on the disk ({wanted})")
+    return found
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint of a job of Megatron's, or of another run, which a run begins with. of_run: what
+    another run says of it."""
+
+    path: Path
+    step: int
+    of_run: Checkpoint | None = None
+
+
+def to_load(config: RunConfig, directory: Path, own: Checkpoint | None) -> Loaded | None:
+    """What a run begins with by `checkpoint.load`; None where it goes on from its own newest one,
+    or from nothing, as a job does whose --load is its --save at first.
+
+    The run's own goes first, but where both are in one directory the newest does. Raises
+    CheckpointError for a directory without one, or with one that cannot be loaded.
+    """
+    load = config.checkpoint.load
+    if load is None:
+        return None
+    load = load.expanduser()
+    same = load.resolve() == directory.resolve()
+    if own is not None and not same:
+        return None
+    try:
+        found = loaded_checkpoint(load)
+    except CheckpointError as error:
+        if own is None:
+            raise
+        log.warning("checkpoint.load: %s: the run goes on from its own newest one", error)
+        return None
+    if found is None:
+        if not same:
+            raise CheckpointError(f"checkpoint.load: {load} has no {TRACKER_FILE}")
+        log.info("checkpoint.load: %s has no checkpoint yet; training begins at step 0", load)
+        return None
+    step, path = found
+    is_of_a_run = (path / INDEX_FILE).exists()
+    if own is not None and own.index.scalars.step >= step:
+        return None
+    if is_of_a_run and same:
+        return None  # its own, and damaged: it would be `own` else
+    return Loaded(path, step, checked(path) if is_of_a_run else None)

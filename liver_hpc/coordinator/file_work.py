@@ -1,0 +1,94 @@
+"""What has to do with files is done by a thread: a file system may take long, the loop may not."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Generic, TypeVar
+
+from liver_hpc.checkpoint.index import INDEX_FILE
+from liver_hpc.host.process import quiet_thread
+from liver_hpc.run.epoch import Epoch, Superseded
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class FileWork(Generic[T]):
+    """Does one task after the other, and keeps what they have found out until somebody asks. Tasks
+    raise nothing. None is begun any more once another coordinator has taken over from `epoch`.
+
+    what: they do, for the log. wake: called in the thread when something has been found out.
+    """
+
+    def __init__(self, what: str, epoch: Epoch, wake: Callable[[], None] = lambda: None) -> None:
+        self._what = what
+        self._epoch = epoch
+        self._wake = wake
+        self._tasks = SimpleQueue[Callable[[], T | None] | None]()
+        self._found: list[T] = []
+        self._to_do = 0
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def do(self, task: Callable[[], T | None]) -> None:
+        """Returns at once; from any thread."""
+        with self._changed:
+            self._to_do += 1
+            if self._thread is None:
+                self._thread = quiet_thread(self._work, self._what)
+        self._tasks.put(task)
+
+    def found(self) -> list[T]:
+        """What has been found out since the last call."""
+        with self._changed:
+            found, self._found = self._found, []
+        return found
+
+    def settle(self, limit_s: float) -> bool:
+        """Waits until nothing is to be done, for so long at most; whether it is so."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._to_do, limit_s)
+
+    def close(self, limit_s: float) -> None:
+        """Waits likewise; the log says of what is left. The thread ends when it is done."""
+        if not self.settle(limit_s):
+            log.warning("waited %g s for %s; not all is done", limit_s, self._what)
+        self._tasks.put(None)
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            outcome = self._outcome(task)
+            with self._changed:
+                self._found += [] if outcome is None else [outcome]
+                self._to_do -= 1
+                self._changed.notify_all()
+            if outcome is not None:
+                self._wake()
+
+    def _outcome(self, task: Callable[[], T | None]) -> T | None:
+        try:
+            self._epoch.check()
+        except Superseded as superseded:  # the loop finds out, too
+            log.warning("%s: not done any more: %s", self._what, superseded)
+            return None
+        except OSError as error:  # what is to be done finds it, too
+            log.warning("%s: %s", self._what, error)
+        return task()
+
+
+def remove(path: Path) -> None:
+    """Of a directory that cannot be removed only the log speaks: the run goes on."""
+    if not path.exists():
+        return
+    try:
+        # Without its index first: half a directory must not look like a checkpoint.
+        (path / INDEX_FILE).unlink(missing_ok=True)
+        shutil.rmtree(path)
+    except OSError as error:
+        log.warning("cannot remove %s: %s", path, error)
