@@ -17,8 +17,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import math
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -34,6 +36,8 @@ _plain_wait: Any = _native.Work.wait
 
 _LOOK_S = 0.1
 _LOOK = timedelta(seconds=_LOOK_S)
+_LATE_S = 1.0
+"""So long after its limit a wait for a message is given up that gloo has not ended."""
 _WITHOUT_END = timedelta(0)
 """As torch has it: until the group's timeout."""
 _MESSAGES = {int(getattr(_native.OpType, name)) for name in ("SEND", "RECV", "RECVANYSOURCE")}
@@ -140,12 +144,16 @@ def _wait_for_message(work: Any, ended: Ended, timeout: timedelta) -> bool:
     waiter, _here.waiter = _here.waiter or _Waiter(), None
     waiter.asked.put(partial(_plain_wait, work, timeout))
     has_ended = False
+    late_s = time.monotonic() + timeout.total_seconds() + _LATE_S if timeout else math.inf
     while True:
         try:
             outcome = waiter.told.get(timeout=_LOOK_S)
         except queue.Empty:
             if has_ended:
                 raise _never() from None
+            if time.monotonic() > late_s:
+                limit_s = timeout.total_seconds()
+                raise RuntimeError(f"gloo has not ended its wait after {limit_s:g} s") from None
             has_ended = ended()
             continue
         _here.waiter = waiter

@@ -71,3 +71,14 @@ def test_a_message_that_was_given_up_answers_for_no_other() -> None:
     with pytest.raises(RuntimeError, match="by peer"):
         gloo_waits.wait_for(_Message(fails), lambda: False)
     _until_waiting(before + 1)
+
+
+def test_a_wait_that_gloo_does_not_end_at_its_limit_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gloo_waits, "_LATE_S", 0.1)
+    before, late = _waiting(), threading.Event()
+    with pytest.raises(RuntimeError, match=r"not ended its wait after 0\.1 s"):
+        gloo_waits.wait_for(_Message(late.wait), lambda: False, timedelta(seconds=0.1))
+    late.set()
+    _until_waiting(before)
