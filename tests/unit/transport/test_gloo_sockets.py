@@ -9,8 +9,9 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
@@ -18,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from liver_hpc.errors import TransferError
+from liver_hpc.errors import LiverError, TransferError
 from liver_hpc.transport import gloo_sockets
 from liver_hpc.world.device import Device, Network
 from tests.unit.world.test_groups import in_two_threads
@@ -156,6 +157,37 @@ def test_nobody_comes_in_once_the_group_has_met(strangers: Strangers) -> None:
         with pytest.raises(TimeoutError):
             socket.create_connection(network.address, timeout=0.5)
     assert in_two_threads(lambda w: reduced(backends[w])) == [2.0, 2.0]
+
+
+def test_who_waits_for_a_silent_member_as_they_connect_hears_that_it_is_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    networks, store = [Network(CPU, "127.0.0.1") for _ in range(2)], dist.HashStore()
+    tried, ended, off_s = gloo_sockets._tried, threading.Event(), time.monotonic() + 1.0
+
+    def is_silent(backend: Any, size: int, check: Callable[[], None]) -> str:
+        if backend.rank() == 0:
+            return tried(backend, size, check)
+        assert ended.wait(20.0)
+        return "it was silent"
+
+    def check() -> None:
+        if time.monotonic() > off_s:
+            raise LiverError("it is off")
+
+    def connect(worker: int) -> str:
+        try:
+            networks[worker].open_backend(store, worker, 2, 20.0, check=check)
+        except LiverError as error:
+            ended.set()
+            return str(error)
+        return ""
+
+    monkeypatch.setattr(gloo_sockets, "_tried", is_silent)
+    first, second = in_two_threads(connect)
+    assert first == "it is off"
+    assert "it was silent" in second
+    assert time.monotonic() < off_s + 5.0
 
 
 def test_cpu_time_of_what_crosses_is_that_of_the_threads_of_gloo() -> None:
