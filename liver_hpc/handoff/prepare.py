@@ -75,7 +75,7 @@ def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target
             seat = (session.target, worker, session.generation)
             # What is taken over is never written to, nor what comes to be at the boundary.
             world = World(context.recipe, *seat, device, kept=None if rehearses else Kept())
-            session.ends_with(world.book.abort)
+            session.call_at_end(world.book.abort)
             lap("build")
             if rehearses:
                 session.check()
@@ -102,10 +102,10 @@ def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target
             previous = source_world.book if keeps and source_world is not None else None
             kept_groups = connect_groups(context, world, store, previous, session.check)
         wire = _open_wire(session, store, lane)
-        session.closes(wire.close)
+        session.close_at_end(wire)
         lap("connect")
         transport = Transport(wire, spec, handoff)
-        session.closes(transport.close)
+        session.close_at_end(transport)
         together: list[tuple[str, ...]] = [(kind,) for kind in spec.kinds]
         if not session.bounded:
             together = [(PARAMETER,), spec.optimizer_kinds]

@@ -23,6 +23,7 @@ from liver_hpc.protocol.messages import (
     Verdict,
 )
 from liver_hpc.transport.stream import Prepared, Transport
+from liver_hpc.transport.wire import Wire
 from liver_hpc.world.context import WorkerContext
 from liver_hpc.world.device import Device
 from liver_hpc.world.store import ControlStore
@@ -136,15 +137,15 @@ class Session:
             self.store.close()
         return self.store
 
-    def ends_with(self, end: Callable[[bool], None]) -> None:
-        """What `end_waits` calls from now on; it is called at once where the attempt is off."""
+    def call_at_end(self, end: Callable[[bool], None]) -> None:
+        """Has `end_waits` call it, with its `shared`; at once where the attempt is off already."""
         self._ends.append(end)
         if self.aborted is not None or self.halted is not None:
             end(False)
 
-    def closes(self, close: Callable[[], None]) -> None:
-        """The same, of what is shared with nothing."""
-        self.ends_with(lambda _shared: close())
+    def close_at_end(self, opened: Wire | Transport) -> None:
+        """Likewise has it close what this attempt alone has."""
+        self.call_at_end(lambda _shared: opened.close())
 
     def end_waits(self, shared: bool) -> None:
         """Frees this worker from what it waits for in the transfer and in the target world, from

@@ -241,9 +241,8 @@ class Network:
         """Connects one group's members over `store` and returns the c10d backend.
 
         Collective over the members: blocks until all have come or the deadline passes. peers: how
-        an error names them. check: called while they connect; it may raise. gloo's members
-        prove their connections to each other (`gloo_sockets`); TransferError where one is not a
-        member's.
+        an error names them. check: called while they connect; it may raise. gloo's members prove
+        their connections to each other (`gloo_sockets`); TransferError where one is no member's.
         """
         timeout = timedelta(seconds=timeout_s)
         backend: Any

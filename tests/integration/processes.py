@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.transitions.pool import Pool
+from liver_hpc.clock import SystemClock
 
 RUN_S = 150.0
 
@@ -29,8 +30,35 @@ class WorkerProcess:
         group.connect(self.network, self.store, 30.0)
         return group
 
+    def context(
+        self,
+        recipe: Any,
+        open_store: Callable[[], Any],
+        send: Callable[[Any], None] = lambda _message: None,
+        checkpoints: Path = Path("unused"),
+    ) -> Any:
+        """A WorkerContext. open_store: makes a store that takes `close`, see `closable`."""
+        from liver_hpc.world.context import WorkerContext
+
+        return WorkerContext(
+            worker=self.worker,
+            config=recipe.config,
+            recipe=recipe,
+            device=self.device,
+            network=self.network,
+            clock=SystemClock(),
+            send=send,
+            open_store=open_store,
+            checkpoints=checkpoints,
+        )
+
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return function(self, *arguments)
+
+
+def closable(kind: type[Any]) -> type[Any]:
+    """A kind of store of torch's that takes `close`, as a worker's does."""
+    return type("Closable", (kind,), {"close": lambda _store: None})
 
 
 def _open(store_path: str, worker: int) -> WorkerProcess:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from liver_hpc.errors import TransferError
-from tests.integration.processes import WorkerProcess, run_workers
+from tests.integration.processes import WorkerProcess, closable, run_workers
 from tests.integration.random_tokens import tiny_recipe
 from tests.integration.toys import build_world
 
@@ -191,31 +191,15 @@ def _prepare_for_a_silent_peer(process: WorkerProcess, path: str) -> float:
     PREPARE of the first one went on after the attempt was called off."""
     import torch.distributed as dist
 
-    from liver_hpc.clock import SystemClock
     from liver_hpc.errors import LiverError
     from liver_hpc.handoff import prepare as preparing
     from liver_hpc.handoff.session import Session
     from liver_hpc.layout.coordinates import Layout, RankMap
     from liver_hpc.protocol.messages import Abort, Prepare, WireRankMap
     from liver_hpc.transport.wire import GlooWire
-    from liver_hpc.world.context import WorkerContext
 
-    class Store(dist.FileStore):  # type: ignore[name-defined,misc]
-        def close(self) -> None:
-            pass
-
-    recipe = tiny_recipe()
-    context = WorkerContext(
-        worker=process.worker,
-        config=recipe.config,
-        recipe=recipe,
-        device=process.device,
-        network=process.network,
-        clock=SystemClock(),
-        send=lambda _message: None,
-        open_store=lambda: Store(path, -1),
-        checkpoints=Path(path).parent,
-    )
+    store = closable(dist.FileStore)
+    context = process.context(tiny_recipe(), lambda: store(path, -1))
     one = Layout(1, 1, 1)
     source, target = RankMap(one, (1,)), RankMap(one, (0,))
     message = Prepare(

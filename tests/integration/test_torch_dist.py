@@ -12,7 +12,7 @@ import pytest
 from benchmarks.transitions.pool import Pool
 from liver_hpc.layout.coordinates import Layout, RankMap
 from tests.integration.megatron_job import ADAM_STEP, Case, MegatronJob, expected, recipe_of
-from tests.integration.processes import WorkerProcess, run_workers
+from tests.integration.processes import WorkerProcess, closable, run_workers
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -47,16 +47,11 @@ def through(
     import torch.distributed as dist
 
     from liver_hpc.checkpoint.parts import restore, save
-    from liver_hpc.clock import SystemClock
-    from liver_hpc.world.context import WorkerContext
     from liver_hpc.world.groups import install_sentinel
     from liver_hpc.world.world import World
     from tests.integration.toys import derived
 
-    class Store(dist.FileStore):  # type: ignore[misc,name-defined]
-        def close(self) -> None:
-            pass
-
+    store = closable(dist.FileStore)
     found = []
     for number, (saved, layout, _loading) in enumerate(chains):
         recipe = recipe_of(saved.model, train=train)
@@ -67,15 +62,9 @@ def through(
         world = World(recipe, rank_map, process.worker, number, process.device)
         world.warm_up()
         world.book.connect(process.network, process.store, 30.0)
-        context = WorkerContext(
-            worker=process.worker,
-            config=recipe.config,
-            recipe=recipe,
-            device=process.device,
-            network=process.network,
-            clock=SystemClock(),
-            send=lambda _message: None,
-            open_store=lambda: Store(f"{directory}/store-{number}", RANKS),  # noqa: B023
+        context = process.context(
+            recipe,
+            lambda: store(f"{directory}/store-{number}", RANKS),  # noqa: B023
             checkpoints=Path(directory),
         )
         restored = restore(world, Path(directory, "job", str(number)))

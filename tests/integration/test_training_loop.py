@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from liver_hpc.clock import SystemClock
 from liver_hpc.config.schema import EvalSection
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol.messages import (
@@ -20,7 +19,7 @@ from liver_hpc.protocol.messages import (
     Stop,
     WireRankMap,
 )
-from tests.integration.processes import WorkerProcess, run_workers
+from tests.integration.processes import WorkerProcess, closable, run_workers
 from tests.integration.random_tokens import tiny_recipe
 
 ARMED_IN, STOPPED_IN = 1, 3
@@ -42,24 +41,8 @@ def trainer_of(process: WorkerProcess, recipe: Any, sent: list[Any]) -> Any:
     import torch.distributed as dist
 
     from liver_hpc.worker.trainer import Trainer
-    from liver_hpc.world.context import WorkerContext
 
-    class Store(dist.HashStore):
-        def close(self) -> None:
-            pass
-
-    context = WorkerContext(
-        worker=process.worker,
-        config=recipe.config,
-        recipe=recipe,
-        device=process.device,
-        network=process.network,
-        clock=SystemClock(),
-        send=sent.append,
-        open_store=Store,
-        checkpoints=Path("unused"),
-    )
-    trainer = Trainer(context)
+    trainer = Trainer(process.context(recipe, closable(dist.HashStore), sent.append))
     rank_map = RankMap(Layout(1, 1, 1), (process.worker,))
     trainer.begin(Begin(rank_map=WireRankMap.of(rank_map), generation=0))
     return trainer

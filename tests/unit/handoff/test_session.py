@@ -112,11 +112,13 @@ def test_a_resume_is_waited_for_past_the_abort() -> None:
 
 def test_what_has_been_opened_ends_with_the_attempt_and_what_is_opened_later_at_once() -> None:
     session, _ = session_of(1)
-    ended, all_ended = list[str](), threading.Event()
-    session.ends_with(lambda shared: ended.append(f"groups, {shared}"))
-    session.closes(lambda: ended.append("wire"))
-    session.closes(all_ended.set)
+    ended, wire, late = threading.Event(), FakeStore(), FakeStore()
+    told = list[bool]()
+    session.call_at_end(told.append)
+    session.close_at_end(wire)  # type: ignore[arg-type]
+    session.call_at_end(lambda _shared: ended.set())
     session.deliver(Abort(generation=4, reason="x"))
-    assert all_ended.wait(10.0)
-    session.closes(lambda: ended.append("late"))
-    assert ended == ["groups, False", "wire", "late"]
+    assert ended.wait(10.0)
+    assert (told, wire.closed) == ([False], True)
+    session.close_at_end(late)  # type: ignore[arg-type]
+    assert late.closed
