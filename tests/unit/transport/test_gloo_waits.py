@@ -33,15 +33,16 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo_waits, "_LOOK_S", 0.02)
 
 
-def _waiting() -> int:
-    return sum(thread.name == gloo_waits.MESSAGES for thread in threading.enumerate())
+def _waiting() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == gloo_waits.MESSAGES}
 
 
-def _until_waiting(count: int) -> None:
+def _until_new(count: int, before: set[threading.Thread]) -> None:
+    """Those of other tests may end meanwhile."""
     until_s = time.monotonic() + SOON_S
-    while _waiting() != count and time.monotonic() < until_s:
+    while len(_waiting() - before) != count and time.monotonic() < until_s:
         time.sleep(0.01)
-    assert _waiting() == count
+    assert len(_waiting() - before) == count
 
 
 def test_the_waiting_thread_ends_with_the_one_that_asks() -> None:
@@ -50,13 +51,13 @@ def test_the_waiting_thread_ends_with_the_one_that_asks() -> None:
     def ask() -> None:
         for _ in range(3):
             assert gloo_waits.wait_for(_Message(lambda: True), lambda: False)
-        seen.append(_waiting())
+        seen.append(len(_waiting() - before))
 
     asking = threading.Thread(target=ask)
     asking.start()
     asking.join(SOON_S)
-    assert seen == [before + 1]
-    _until_waiting(before)
+    assert seen == [1]
+    _until_new(0, before)
 
 
 def test_a_message_that_was_given_up_answers_for_no_other() -> None:
@@ -70,7 +71,7 @@ def test_a_message_that_was_given_up_answers_for_no_other() -> None:
 
     with pytest.raises(RuntimeError, match="by peer"):
         gloo_waits.wait_for(_Message(fails), lambda: False)
-    _until_waiting(before + 1)
+    _until_new(1, before)
 
 
 def test_a_wait_that_gloo_does_not_end_at_its_limit_is_given_up(
@@ -81,4 +82,4 @@ def test_a_wait_that_gloo_does_not_end_at_its_limit_is_given_up(
     with pytest.raises(RuntimeError, match=r"not ended its wait after 0\.1 s"):
         gloo_waits.wait_for(_Message(late.wait), lambda: False, timedelta(seconds=0.1))
     late.set()
-    _until_waiting(before)
+    _until_new(0, before)
