@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout, RankMap, alone
 from liver_hpc.layout.policy import LayoutPolicy
+from liver_hpc.layout.snapshots import partners
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.protocol.events import WorldRef
 from liver_hpc.run.agents import STANDBY
@@ -114,7 +115,8 @@ class Decider:
 
     steps_left: until what is known to come: the next change that the run file asks for, or the end
     of the run. horizon_s: the longest that a layout is expected to last. catching_up: steps that a
-    loss took are done again first, before anybody joins unasked.
+    loss took are done again first, before anybody joins unasked. redone_steps: how many there would
+    be if a worker were lost now; infinite where no snapshot of the world stands.
     """
 
     nodes: HeldNodes
@@ -125,6 +127,7 @@ class Decider:
     steps_left: float = math.inf
     horizon_s: float = math.inf
     catching_up: bool = False
+    redone_steps: float = math.inf
 
     @property
     def source(self) -> RankMap:
@@ -243,7 +246,7 @@ class Decider:
             return Stay(occupied, f"{text}: stays: {nowhere}", f"stays: {nowhere}")
         disk_s = estimates.handoffs.checkpoint_s(self.source)
         too_slow = way is not None and estimates.handoffs.measured and way.estimate_s > window_s
-        if way is None or (too_slow and disk_s <= window_s):
+        if way is None or (too_slow and disk_s <= window_s and not self._outlived(doomed)):
             live = "none" if way is None else f"{way.estimate_s:.1f} s"
             action = f"to disk (live: {live}, disk: {disk_s:.1f} s, window: {window_s:.1f} s)"
             return ToDisk(occupied, f"{text}; {action}", action, disk_s)
@@ -251,6 +254,18 @@ class Decider:
         if late:
             action += f", estimated {way.estimate_s:.1f} s for a window of {window_s:.1f} s"
         return replace(way, nodes=occupied, action=action, late=late)
+
+    def _outlived(self, doomed: tuple[int, ...]) -> bool:
+        """Whether the run goes on from memory where these workers are lost on their way out, and
+        sooner than from disk."""
+        source, handoffs = self.source, self.estimates.handoffs
+        others = [worker for worker in source.workers if worker not in doomed]
+        held = dict(zip(source.workers, partners(source), strict=True))
+        return (
+            self.redone_steps * handoffs.usual_step_s() <= handoffs.restart_s(source)
+            and all(held[worker] in others for worker in doomed)
+            and self.estimates.policy.best(len(others)) is not None
+        )
 
     def _departure(
         self, doomed: tuple[int, ...], occupied: tuple[str, ...]

@@ -272,10 +272,12 @@ class ElasticPolicy:
 
     # ---- what happens next
 
-    def next_handoff(self, world: WorldRef, step: int, catching_up: bool) -> ToDisk | None:
+    def next_handoff(
+        self, world: WorldRef, step: int, catching_up: bool, redone_steps: float
+    ) -> ToDisk | None:
         """Begins the next handoff that there is a reason for; the run must train `world`, have done
-        `step` steps, and have no handoff in progress. catching_up: as `Decider` has it. Where none
-        gets the workers off their nodes in time, returns that."""
+        `step` steps, and have no handoff in progress. catching_up, redone_steps: as `Decider` has
+        them. Where none gets the workers off their nodes in time, returns that."""
         horizon_s = self._config.policy.horizon_s
         self.observer.burst_wanted(world, step)
         while self.handoffs.idle:
@@ -284,7 +286,8 @@ class ElasticPolicy:
             now_s = self._clock.now_s()
             situation = (self.nodes, world, self.queue, self.estimates, now_s)
             left = self.queue.steps_left(step)
-            decision = Decider(*situation, left, horizon_s, catching_up).decide()
+            decider = Decider(*situation, left, horizon_s, catching_up, redone_steps)
+            decision = decider.decide()
             match decision:
                 case Wait():
                     return None

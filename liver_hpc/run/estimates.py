@@ -255,6 +255,10 @@ class HandoffEstimator:
         rate = min(self._disk_bytes_per_s, default=ASSUMED_DISK_BYTES_PER_S)
         return checkpoint_bytes(self._spec, rank_map.layout) / rate
 
+    def restart_s(self, rank_map: RankMap) -> float:
+        """A start from disk, from the decision on: reading takes as long as writing."""
+        return self.checkpoint_s(rank_map) + self.prepare_s(to_boot=1) + self.written_s(rank_map)
+
     def bounded_because(self, source: RankMap, target: RankMap) -> str:
         """Why a handoff is made in bounded memory; empty when both worlds are held."""
         return self._budget.bounded_because(source.layout, target.layout)

@@ -83,7 +83,8 @@ class Run(Lifecycle):
             assert self.world is not None
             step = self.recorder.steps_done
             catching_up = self.recoveries.catching_up(step)
-            to_disk = self.elastic.next_handoff(self.world, step, catching_up)
+            redone_steps = self.recoveries.redone_steps(self.world, step)
+            to_disk = self.elastic.next_handoff(self.world, step, catching_up, redone_steps)
             if to_disk is not None:
                 self._stop(to_disk.reason, checkpoint=True, then=Ending.RESTART)
             elif self.handoffs.idle and not catching_up:
@@ -228,6 +229,7 @@ class Run(Lifecycle):
         self.elastic.estimates.policy.at_step(message.step + 1)
         ours = self.world is not None and message.generation == self.world.generation
         if ours and message.snapshot is not None:
+            self.recoveries.stands(message.generation, message.snapshot)
             self.agents.end_lingering(f"the snapshots of generation {message.generation} stand")
             failed = self._unprotected
             if failed is not None and message.snapshot > failed.step:

@@ -25,6 +25,8 @@ from liver_hpc.run.event_clock import EventClock
 from liver_hpc.run.records import RecoveryRecord
 from liver_hpc.run.salvage import Salvage, difference, newest
 
+NO_SNAPSHOT = -1, 0
+"""Generation and step of the newest one."""
 MOST_ROUNDS = 8
 """So many beginnings without a world that trains are the last: there is more wrong than that."""
 
@@ -90,6 +92,7 @@ class Recoveries:
         self._now: _Recovery | None = None
         self._unseated: tuple[int, ...] = ()  # of the last one
         self._caught_up = 0, -math.inf  # when so many steps are done, or at that time
+        self._newest = NO_SNAPSHOT
 
     def describe(self) -> str:
         """What holds up every request now; empty when there is none."""
@@ -98,6 +101,16 @@ class Recoveries:
     def possible(self, world: WorldRef | None) -> bool:
         """Whether a loss in this world may be made good."""
         return self._config.snapshots.every_steps is not None and world is not None
+
+    def stands(self, generation: int, step: int) -> None:
+        """The snapshot of the boundary after `step` steps is complete on all workers."""
+        self._newest = generation, step
+
+    def redone_steps(self, world: WorldRef, step: int) -> float:
+        """How many steps would be done again if a worker of `world` were lost now, `step` being
+        done and the next one under way; infinite where it has no snapshot."""
+        generation, kept = self._newest
+        return step + 1 - kept if generation == world.generation else math.inf
 
     def catching_up(self, step: int) -> bool:
         """Whether the steps that a loss took, and the one that was under way, are still to be done

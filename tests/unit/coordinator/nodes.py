@@ -61,6 +61,9 @@ class FixedEstimates:
     def checkpoint_s(self, rank_map: RankMap) -> float:
         return 4.0
 
+    def restart_s(self, rank_map: RankMap) -> float:
+        return 20.0
+
 
 def on_two_nodes(make: Start, *more: Node, **sections: Any) -> LiveRun:
     """Two workers on n1 and n2, training."""

@@ -73,6 +73,7 @@ class Situation:
         self.estimates = Estimates(LayoutPolicy(config, SPEC), estimator, SPEC, place_once)
         self.lasts = (math.inf, 1800.0)  # steps that are left, and the horizon in seconds
         self.catching_up = False
+        self.redone_steps = math.inf
 
     def join(self, agent: str) -> None:
         meeting = self.agents.meet(agent, 1)
@@ -109,7 +110,7 @@ class Situation:
         before = [remembered(each) for each in everything]
         now_s = self.clock.now_s()
         situation = (self.nodes, self.world, self.queue, self.estimates, now_s)
-        decider = Decider(*situation, *self.lasts, self.catching_up)
+        decider = Decider(*situation, *self.lasts, self.catching_up, self.redone_steps)
         decision = decider.decide()
         assert decider.decide() == decision
         assert [remembered(each) for each in everything] == before
@@ -316,6 +317,47 @@ def test_the_state_goes_to_disk_where_only_that_is_in_time() -> None:
     assert decision.action == "to disk (live: 2.0 s, disk: 0.5 s, window: 1.0 s)"
     estimator.measured = False  # what is only assumed does not send a run to the disk
     assert situation.begins().nodes == ("n2",)
+
+
+def test_a_handoff_is_tried_where_its_failure_would_cost_less_than_the_disk() -> None:
+    """Steps take 1 s, a start from disk 20 s."""
+    situation = Situation()
+    estimator: Any = situation.estimates.handoffs
+    estimator.checkpoint_s = lambda rank_map: 0.5
+    situation.warn("n2", 1.0)
+    situation.redone_steps = 20
+    decision = situation.begins()
+    assert decision.late
+    assert decision.target == RankMap(DP1, (0,))
+    situation.redone_steps = 21
+    assert isinstance(situation.decide(), ToDisk)
+
+
+def test_the_state_goes_to_disk_where_a_loss_would_leave_no_layout() -> None:
+    situation = Situation(BURST, layouts={2: [{"dp": 2}], 4: [{"dp": 4}]})
+    estimator: Any = situation.estimates.handoffs
+    estimator.checkpoint_s = lambda rank_map: 0.5
+    situation.redone_steps = 1
+    situation.warn("n2", 1.0)
+    assert isinstance(situation.decide(), ToDisk)
+
+
+@pytest.mark.parametrize(("doomed", "to_disk"), [(("n2", "n3"), True), (("n2", "n4"), False)])
+def test_the_state_goes_to_disk_where_a_snapshot_would_be_lost_with_its_copy(
+    doomed: tuple[str, ...], to_disk: bool
+) -> None:
+    """Four workers on a node each: the next one has the copy."""
+    situation = Situation(Node("n3", "main", 1), Node("n4", "main", 1))
+    situation.agents.launch(0, DP2, situation.nodes.seats(2))
+    for agent in ("a2", "a3"):
+        situation.join(agent)
+    situation.world = WorldRef(0, RankMap(Layout(1, 1, 4), (0, 1, 2, 3)))
+    estimator: Any = situation.estimates.handoffs
+    estimator.checkpoint_s = lambda rank_map: 0.5
+    situation.redone_steps = 1
+    for node in doomed:
+        situation.warn(node, 1.0)
+    assert isinstance(situation.decide(), ToDisk) is to_disk
 
 
 def test_the_state_goes_to_disk_where_no_layout_is_left() -> None:

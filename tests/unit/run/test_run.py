@@ -416,6 +416,32 @@ def test_a_lost_worker_costs_a_step_and_the_others_go_on() -> None:
     assert (row.step, row.steps_redone, row.rounds) == (2, 1, 1)
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_node_with_a_short_window_is_left_live_once_there_is_a_snapshot(
+    steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it goes before that is done, its worker is a lost one."""
+    play = that_has_replaced()
+    handoffs = play.run.elastic.estimates.handoffs
+    monkeypatch.setattr(handoffs, "checkpoint_s", lambda _rank_map: 0.0)
+    monkeypatch.setattr(handoffs, "restart_s", lambda _rank_map: 100.0)
+    monkeypatch.setattr(handoffs, "estimate_s", lambda *_of: 100.0)
+    for _ in range(steps):
+        play.train()
+        play.settle()
+    node = play.run.agents.node_of(2)
+    play.feed(NodeWarned(node, "preempted", play.now_s, play.now_s + 5.0))
+    assert play.run.state is (RunState.HANDING_OVER if steps else RunState.STOPPING)
+    if not steps:
+        return
+    lose(play, 2)
+    play.feed(NodeGone(node, "preempted"))
+    play.settle()
+    assert play.run.state is RunState.TRAINING
+    (row,) = recoveries(play)
+    assert (row.lost, row.steps_redone) == ("2", 1)
+
+
 def that_has_replaced() -> Play:
     """Worker 1 has left for worker 2; worker 0 stays."""
     play = that_recovers()
