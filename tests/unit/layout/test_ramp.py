@@ -20,12 +20,7 @@ from liver_hpc.layout.ramp import (
     step_of,
     stretches,
 )
-from liver_hpc.world.cpu_shim import import_only_triton
-
-with import_only_triton():
-    from megatron.core.num_microbatches_calculator import (
-        RampupBatchsizeNumMicroBatchesCalculator,
-    )
+from tests.unit.megatron_ramp import has_ramp, ramp_calculator
 
 AFTER = 3
 """Steps after a ramp that are looked at, too."""
@@ -50,9 +45,7 @@ def megatrons(train: TrainSection) -> list[tuple[int, int]]:
     """(samples before, batch) of each step of the ramp and some after it, step by step."""
     ramp = train.rampup
     assert ramp is not None
-    calculator = RampupBatchsizeNumMicroBatchesCalculator(
-        train.global_batch, 1, 1, False, 1, ramp.start, ramp.increment, ramp.samples
-    )
+    calculator = ramp_calculator(ramp.start, ramp.increment, ramp.samples, train.global_batch)
     found, consumed, after = list[tuple[int, int]](), 0, 0
     while after < AFTER:
         calculator.update(consumed, consistency_check=True)
@@ -63,6 +56,7 @@ def megatrons(train: TrainSection) -> list[tuple[int, int]]:
     return found
 
 
+@has_ramp
 @given(ramps())
 def test_the_batch_of_each_step_is_megatrons(train: TrainSection) -> None:
     wanted = megatrons(train)
@@ -70,6 +64,7 @@ def test_the_batch_of_each_step_is_megatrons(train: TrainSection) -> None:
     assert [(samples_before(train, step), batch_of(train, step)) for step in steps] == wanted
 
 
+@has_ramp
 @pytest.mark.parametrize(
     ("start", "increment", "whole", "samples"),
     [

@@ -20,13 +20,8 @@ from liver_hpc.recipes.megatron_lm.arguments import (
     schedule_to_load,
     scheduled,
 )
-from liver_hpc.world.cpu_shim import import_only_triton
+from tests.unit.megatron_ramp import has_ramp, ramp_calculator
 from tests.unit.recipes.megatron_lm.jobs import JOB
-
-with import_only_triton():
-    from megatron.core.num_microbatches_calculator import (
-        RampupBatchsizeNumMicroBatchesCalculator,
-    )
 
 SAMPLES = JOB.replace("--train-iters 1000", "--train-samples 8100")
 
@@ -253,9 +248,7 @@ RAMP = "--global-batch-size 16 --rampup-batch-size 4 4 300"
 
 def megatrons_steps(start: int, increment: int, samples: int, whole: int, all_samples: int) -> int:
     """By Megatron's calculator, as its `update_train_iters` asks it."""
-    calculator = RampupBatchsizeNumMicroBatchesCalculator(
-        whole, 1, 1, False, 1, start, increment, samples
-    )
+    calculator = ramp_calculator(start, increment, samples, whole)
     steps = consumed = 0
     while consumed <= samples and consumed <= all_samples:
         calculator.update(consumed, consistency_check=False)
@@ -264,6 +257,7 @@ def megatrons_steps(start: int, increment: int, samples: int, whole: int, all_sa
     return steps + max(0, all_samples - consumed) // whole
 
 
+@has_ramp
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.integers(1, 500), st.data())
 def test_the_steps_of_a_ramp_up_are_megatrons(
     start: int, increment: int, times: int, samples: int, data: st.DataObject
