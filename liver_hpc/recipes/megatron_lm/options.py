@@ -12,7 +12,10 @@ from pydantic import BaseModel, ConfigDict, field_validator
 from liver_hpc.recipes.megatron_lm.words import with_absolute_paths
 
 _CONTINUED = re.compile(r"\\\r?\n")
-_QUOTED_OR_COMMENT = re.compile(r"""("(?:\\.|[^"\\])*"|'[^']*'|\\.)|(?<!\S)#[^\n]*""", re.DOTALL)
+_COMMENT_OR_WORD = re.compile(
+    r"""\#[^\n]* | ( (?: \\(?!\r?\n). | "(?:\\.|[^"\\])*" | '[^']*' | [^\s"'\\] )+ )""",
+    re.DOTALL | re.VERBOSE,
+)
 """A comment begins where a word would, as in a shell; no line goes on behind it."""
 _EXPANDED = re.compile(r"\$[\w{(@*]")
 """What a shell puts something in the place of."""
@@ -71,7 +74,7 @@ class ScriptOptions(BaseModel):
                 given = file.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise ValueError(f"{file} cannot be read: {error}") from None
-        text = _QUOTED_OR_COMMENT.sub(lambda found: found[1] or "", given)
+        text = _COMMENT_OR_WORD.sub(lambda found: found[1] or "", given)
         try:
             words = shlex.split(_CONTINUED.sub(" ", text))
         except ValueError as error:  # a quote that is not closed

@@ -122,7 +122,7 @@ WORDS = r"""
 # what was tried: --lr 3e-4 \
 --save /ckpt/run#3 --lr 1e-4 \
   # --seed 7, don't \
-  --tokenizer-model 'a #b' "c # d" \# x#  # the rest " of it
+  --tokenizer-model 'a #b' "c # d" \# d\ #e x#  # the rest " of it
 --seed \
 8
 """
@@ -133,7 +133,7 @@ def test_words_are_a_shell_s_and_comments_need_no_more_of_it(tmp_path: Path) -> 
     words.write_text(WORDS)
     found = ScriptOptions.model_validate({"script": "a.py", "args": {"file": words}}).words
     wanted = ["--save", "/ckpt/run#3", "--lr", "1e-4", "--tokenizer-model", "a #b", "c # d", "#"]
-    assert found == [*wanted, "x#", "--seed", "8"]
+    assert found == [*wanted, "d #e", "x#", "--seed", "8"]
 
 
 @pytest.mark.parametrize("word", ["$CK", "${CK}/a", "/a/$1", "$(cat", "$@"])
