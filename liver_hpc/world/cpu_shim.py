@@ -305,7 +305,6 @@ def _import_megatron() -> None:
 
 
 @cache
-@cache
 def install() -> None:
     """Redirects torch.cuda and megatron's uses of it to the CPU; once a process, and in those that
     it forks."""

@@ -5,11 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from liver_hpc.world.cpu_shim import import_only_triton
-
-with import_only_triton():
-    from megatron.core import num_microbatches_calculator
+from megatron.core import num_microbatches_calculator
 
 _CALCULATOR: Any = getattr(
     num_microbatches_calculator, "RampupBatchsizeNumMicroBatchesCalculator", None

@@ -13,24 +13,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import (
+    BlendedMegatronDatasetBuilder,
+)
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.utils import Split
 
 from liver_hpc.config.schema import DataSection
 from liver_hpc.errors import ConfigError, DeadlineError
 from liver_hpc.host.files import file_lock
 from liver_hpc.recipes import text_data
+from liver_hpc.recipes.samples import Corpus, TokenSamples, _Tokenizer
 from liver_hpc.recipes.text_data import END_OF_DOCUMENT, prefix_of, prepare, text_files
-from liver_hpc.world.cpu_shim import import_only_triton
-
-with import_only_triton():
-    from megatron.core.datasets.blended_dataset import BlendedDataset
-    from megatron.core.datasets.blended_megatron_dataset_builder import (
-        BlendedMegatronDatasetBuilder,
-    )
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-    from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-    from megatron.core.datasets.utils import Split
-
-    from liver_hpc.recipes.samples import Corpus, TokenSamples, _Tokenizer
 
 TEXTS = {"b.txt": b"second", "a.txt": "fürst\x00\xff".encode("latin-1"), "sub/c.txt": b"third"}
 

@@ -10,12 +10,9 @@ import pytest
 from liver_hpc.errors import ConfigError
 from liver_hpc.recipes.base import load_recipe
 from liver_hpc.recipes.completion import load_users_run
+from liver_hpc.recipes.megatron_lm import datasets
 from liver_hpc.recipes.megatron_lm.recipe import Pretrain
-from liver_hpc.world.cpu_shim import import_only_triton
 from tests.unit.recipes.megatron_lm.jobs import run_file
-
-with import_only_triton():
-    from liver_hpc.recipes.megatron_lm import datasets
 
 
 def test_a_validation_set_is_there_before_the_first_step(

@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 
-from liver_hpc.world.cpu_shim import import_only_triton
-
-with import_only_triton():
-    from liver_hpc.recipes.megatron_lm import validation
+from liver_hpc.recipes.megatron_lm import validation
 
 MEGATRONS = """
 import os
