@@ -175,18 +175,28 @@ def test_handoffs_during_a_ramp_up_of_the_batch(config: Config, megatron_lm: Pat
     assert [each.learning_rate for each in elastic.steps] == rates
 
 
+CHANGES = {
+    "partial(model_provider, gpt_builder)": "partial(model_provider, scaled_builder)",
+    "gpt_config_from_args(args)": "gpt_config_from_args(args, model_config_cls=ScaledConfig)",
+}
+"""How the call of `pretrain` comes to another model; up to 0.18, and from then on."""
+
+
 @pytest.mark.long
 def test_a_script_with_a_loss_and_a_model_of_its_own(
     config: Config, tmp_path: Path, megatron_lm: Path, repository: Path
 ) -> None:
     """As docs/how-to/megatron-lm.md shows it."""
     page = (repository / "docs" / "how-to" / "megatron-lm.md").read_text(encoding="utf-8")
-    (parts,) = re.findall(r"^```python test=.*?\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    parts, configured = re.findall(
+        r"^```python test=.*?\n(.*?)^```", page, re.MULTILINE | re.DOTALL
+    )
     plain = (megatron_lm / "pretrain_gpt.py").read_text(encoding="utf-8")
     before, main = plain.split('if __name__ == "__main__":')
-    main = main.replace(
-        "partial(model_provider, gpt_builder)", "partial(model_provider, scaled_builder)"
-    )
+    if "gpt_config_from_args(args)" in main:
+        parts += configured
+    for words, changed_words in CHANGES.items():
+        main = main.replace(words, changed_words)
     script = tmp_path / "own" / "pretrain.py"
     script.parent.mkdir()
     script.write_text(f'{before}\n{parts}\nif __name__ == "__main__":{main}', encoding="utf-8")
@@ -220,6 +230,18 @@ def test_a_script_that_never_trains_is_told_at_submit(config: Config, tmp_path: 
     script = tmp_path / "nothing.py"
     script.write_text("import megatron.training\n")
     with pytest.raises(ConfigError, match=r"nothing\.py ends without a call of .*pretrain"):
+        derive_spec(config(script=script))
+
+
+def test_what_the_script_gives_and_nobody_uses_is_told_at_submit(
+    config: Config, tmp_path: Path, megatron_lm: Path
+) -> None:
+    script = tmp_path / "more.py"
+    plain = (megatron_lm / "pretrain_gpt.py").read_text(encoding="utf-8")
+    call = "        get_embedding_ranks=get_embedding_ranks,"
+    assert plain.count(call) == 1
+    script.write_text(plain.replace(call, f"{call}\n        non_loss_data_func=len,"))
+    with pytest.raises(ConfigError, match=r"more\.py gives non_loss_data_func to pretrain"):
         derive_spec(config(script=script))
 
 

@@ -29,7 +29,7 @@ from liver_hpc.config.schema import TrainSection
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.ramp import batch_of, step_of
-from liver_hpc.recipes.megatron_lm import checkout, validation
+from liver_hpc.recipes.megatron_lm import checkout, handed_over, validation
 from liver_hpc.recipes.megatron_lm.arguments import agreement, judged, without_layout
 from liver_hpc.recipes.megatron_lm.options import ScriptOptions
 from liver_hpc.recipes.megatron_lm.owned import ramp_of
@@ -59,8 +59,8 @@ class _Reached(BaseException):
 class Captured:
     """What a script hands over in one layout.
 
-    args: Megatron's arguments, validated. model_config: from 0.19 on, in the place of the provider.
-    variables: Megatron's global variables as they are then.
+    args: Megatron's arguments, validated. model_config, model_builder: from 0.19 on, where no
+    provider is given. variables: Megatron's global variables as they are then.
     """
 
     args: Any
@@ -69,6 +69,7 @@ class Captured:
     model_type: Any
     model_provider: Callable[..., Any] | None
     model_config: Any
+    model_builder: Callable[..., Any] | None
     embedding_ranks: Callable[..., Any] | None
     variables: dict[str, Any] = field(repr=False)
 
@@ -169,41 +170,40 @@ class Script:
             _imports(self._path),
             self._arguments_taken(),
         ):
-            given = self._run()
+            given, main = self._run()
             if mine[f"{_GIVEN}ARGS"] is None:  # before 0.18, pretrain itself does that
                 args = self.arguments.parse_args(given.get("extra_args_provider"))
                 self.arguments.validate_args(args, dict(given.get("args_defaults") or {}))
                 mine["set_global_variables"](args)
-        args = mine[f"{_GIVEN}ARGS"]
+            args = mine[f"{_GIVEN}ARGS"]
+            provider = given.get("model_provider") or given.get("model_provider_func")
+            config = None if provider else given["cfg_container"].model
+            builder = None if config is None else handed_over.builder_of(config, main)
+            if problems := handed_over.refused(given, args, builder):
+                raise ConfigError(*(f"model.script: {self._path} {each}" for each in problems))
         validation.complete(args)
-        unknown = [
-            name
-            for name in ("process_non_loss_data_func", "non_loss_data_func")
-            if given.get(name) is not None
-        ]
-        if unknown:
-            raise ConfigError(f"{self._path}: {unknown[0]} of pretrain is not called here")
-        config = given.get("cfg_container")
-        provider = given.get("model_provider") or given.get("model_provider_func")
         return Captured(
             args=args,
             datasets_provider=_first(given, "train_valid_test_dataset"),
             forward_step=_first(given, "forward_step"),
             model_type=given["model_type"],
             model_provider=provider,
-            model_config=None if provider or config is None else config.model,
+            model_config=config,
+            model_builder=builder,
             embedding_ranks=given.get("get_embedding_ranks"),
             variables={name: value for name, value in mine.items() if name.startswith(_GIVEN)},
         )
 
-    def _run(self) -> dict[str, Any]:
-        """Runs the script; the arguments of `pretrain`, by name."""
+    def _run(self) -> tuple[dict[str, Any], types.ModuleType]:
+        """Runs the script; the arguments of `pretrain` that it gives, by name, and its module."""
         package: Any = importlib.import_module("megatron.training")
         plain, given = self.training.pretrain, dict[str, Any]()
         signature = inspect.signature(plain)
 
         def pretrain(*args: Any, **options: Any) -> None:
-            given.update(signature.bind(*args, **options).arguments)
+            bound = signature.bind(*args, **options).arguments.items()
+            defaults = {name: each.default for name, each in signature.parameters.items()}
+            given.update({name: value for name, value in bound if value is not defaults[name]})
             raise _Reached
 
         package.pretrain = self.training.pretrain = pretrain
@@ -212,7 +212,7 @@ class Script:
         try:
             exec(self._code, vars(module))
         except _Reached:
-            return given
+            return given, module
         finally:
             package.pretrain = self.training.pretrain = plain
         raise ConfigError(f"{self._path} ends without a call of megatron.training.pretrain")

@@ -219,13 +219,14 @@ class Pretrain(Recipe):
 def _built(captured: Captured, context: BuildContext) -> Any:
     """The model, or a chunk of it, as Megatron has the script build it."""
     ends = {"pre_process": context.is_first_stage, "post_process": context.is_last_stage}
-    if captured.model_provider is None:
+    if captured.model_builder is not None:
         config = copy.deepcopy(captured.model_config)
         # As the arguments of a world have them, of which this was made before.
         config.transformer.overlap_p2p_comm = False
         config.transformer.perform_initialization = context.draws
-        builder = config.get_builder_cls()(config)
+        builder = captured.model_builder(config)
         return builder.build_model(context.groups, **ends, vp_stage=context.vp_stage)
+    assert captured.model_provider is not None
     offered = {**ends, "vp_stage": context.vp_stage, "pg_collection": context.groups}
     taken = inspect.signature(captured.model_provider).parameters
     if not any(each.kind is each.VAR_KEYWORD for each in taken.values()):
