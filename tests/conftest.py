@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
-import importlib.util
 import inspect
 import os
 import signal
@@ -17,6 +14,7 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
+import tests.megatron_first  # noqa: F401
 from tests.golden_files import Golden
 
 # How long an example takes says nothing on a machine that is shared.
@@ -29,14 +27,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 REPOSITORY = Path(__file__).parent.parent
-
-MEGATRON = tuple(map(int, importlib.metadata.version("megatron-core").split(".")[:2]))
-if MEGATRON >= (0, 17) and importlib.util.find_spec("triton") is None:
-    # It imports triton, which a CPU build of torch does not bring, for what it calls on GPUs alone.
-    from liver_hpc.world.cpu_shim import import_only_triton
-
-    with import_only_triton():
-        importlib.import_module("megatron.core.models.gpt.gpt_model")
 
 # Files that take longest, of which none is to be left to run alone at the end.
 LONG_FILES = (

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel
@@ -263,7 +264,7 @@ def find_recipe(name: str, directory: Path | None) -> type[Recipe]:
     if directory is not None and str(directory) not in sys.path:
         sys.path.append(str(directory))
     try:
-        module = importlib.import_module(module_name)
+        module = _imported(module_name)
     except SyntaxError as error:
         where = f"{error.filename}:{error.lineno}: {error.msg}"
         raise ConfigError(f"recipe: cannot import {module_name!r}: {where}") from error
@@ -276,6 +277,19 @@ def find_recipe(name: str, directory: Path | None) -> type[Recipe]:
     if not (isinstance(recipe_class, type) and issubclass(recipe_class, Recipe)):
         raise ConfigError(f"recipe: {module_name!r} has no subclass of Recipe named {class_name!r}")
     return recipe_class
+
+
+def _imported(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+    # megatron-core >= 0.17 wants it, which is not where no CUDA is.
+    from liver_hpc.world.cpu_shim import import_only_triton
+
+    with import_only_triton():
+        return importlib.import_module(name)
 
 
 def load_recipe(config: RunConfig) -> Recipe:

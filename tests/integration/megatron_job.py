@@ -241,7 +241,8 @@ class _Job:
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
-                lr=1e-3,
+                lr=recipe.config.optimizer.lr,
+                min_lr=recipe.config.optimizer.min_lr,
                 bf16=bf16,
                 params_dtype=torch.bfloat16 if bf16 else torch.float32,
                 use_distributed_optimizer=self._case.distributed,

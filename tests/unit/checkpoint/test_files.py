@@ -129,6 +129,7 @@ def test_a_state_that_was_written_can_still_be_released(tmp_path: Path) -> None:
 FULL = """
 import resource, signal, sys
 from pathlib import Path
+import tests.megatron_first
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from tests.unit.checkpoint.disk import filled, write_part
 from tests.unit.layout.models import TIED

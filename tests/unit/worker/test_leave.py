@@ -9,6 +9,7 @@ import pytest
 
 LEAVE = """
 import sys
+import tests.megatron_first
 from liver_hpc.worker.control import leave
 sys.stdout = sys.stderr = open("/dev/full", "w")
 print("a last word that cannot be written")
