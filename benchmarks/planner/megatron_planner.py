@@ -53,10 +53,10 @@ class MegatronPlanner:
     def _without_processes(self, plans: list[Any]) -> Iterator[None]:
         gathered = iter([self._source, self._target])
 
-        def gather(into: list[Any], mine: Any, group: Any = None) -> None:
+        def gather(into: list[Any], mine: Any) -> None:
             into[:] = next(gathered)
 
-        def broadcast(objects: list[Any], src: int, group: Any = None) -> None:
+        def broadcast(objects: list[Any], src: int) -> None:
             plans.extend(objects)
 
         replaced = {

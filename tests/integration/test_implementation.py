@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from functools import partial
 from typing import Any
 
 import pytest
@@ -128,12 +126,10 @@ def test_shares_of_a_sequence_are_megatrons_own(cp: int, device: Any) -> None:
         def __init__(self, rank: int) -> None:
             self.rank, self.size = lambda: rank, lambda: cp
 
-    hybrid = "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters  # after 0.19
-    plain = partial(get_batch_on_this_cp_rank, **{"is_hybrid_cp": False} if hybrid else {})
     tokens = torch.arange(2 * 16).view(2, 16)
     for rank in range(cp):
         (ours,) = share_of_sequence(Group(rank), tokens)
-        theirs = plain({"tokens": tokens}, cp_group=Group(rank))["tokens"]
+        theirs = get_batch_on_this_cp_rank({"tokens": tokens}, cp_group=Group(rank))["tokens"]
         assert torch.equal(ours, theirs)
 
 

@@ -1,10 +1,9 @@
 """What a script's forward step asks for."""
 
-import inspect
-
 import torch
-from megatron.core import mpu, utils
+from megatron.core import mpu
 from megatron.core.datasets.utils import get_blend_from_list
+from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.training.global_vars import get_args
 
 __all__ = [
@@ -19,12 +18,6 @@ __all__ = [
 def print_rank_0(message):
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         print(message, flush=True)
-
-
-def get_batch_on_this_cp_rank(batch):
-    plain = utils.get_batch_on_this_cp_rank
-    hybrid = "is_hybrid_cp" in inspect.signature(plain).parameters  # after 0.19
-    return plain(batch, **{"is_hybrid_cp": False} if hybrid else {})
 
 
 def is_first_or_last_pipeline_stage(vp_stage):
