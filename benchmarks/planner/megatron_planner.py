@@ -22,6 +22,11 @@ from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.ownership import local_shape
 from liver_hpc.layout.tensors import ModelSpec
 
+if hasattr(planner, "build_local_reshard_plan"):
+    raise ImportError(
+        "from 0.19 on each rank plans its own part; what is timed here is one for all"
+    )
+
 Metadata = list[list[ParameterMetadata]]
 
 

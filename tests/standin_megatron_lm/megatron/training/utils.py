@@ -1,9 +1,10 @@
 """What a script's forward step asks for."""
 
+import inspect
+
 import torch
-from megatron.core import mpu
+from megatron.core import mpu, utils
 from megatron.core.datasets.utils import get_blend_from_list
-from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.training.global_vars import get_args
 
 __all__ = [
@@ -18,6 +19,13 @@ __all__ = [
 def print_rank_0(message):
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         print(message, flush=True)
+
+
+def get_batch_on_this_cp_rank(batch):
+    plain, options = utils.get_batch_on_this_cp_rank, {}
+    if "is_hybrid_cp" in inspect.signature(plain).parameters:  # from 0.19 on
+        options["is_hybrid_cp"] = False
+    return plain(batch, cp_group=mpu.get_context_parallel_group(), **options)
 
 
 def is_first_or_last_pipeline_stage(vp_stage):
