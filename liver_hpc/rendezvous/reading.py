@@ -79,8 +79,9 @@ class Reader:
             for channel in [key.data for key in self._selector.get_map().values() if key.data]:
                 channel.close(_CLOSED)
                 self._drop(channel, _CLOSED)
-        os.close(self._woken)
-        os.close(self._waker)
+        with self._changing:  # who closes this may still be writing to the second
+            os.close(self._woken)
+            os.close(self._waker)
 
     def _take_new(self) -> None:
         with contextlib.suppress(BlockingIOError):

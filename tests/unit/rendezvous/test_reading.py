@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
 import threading
@@ -121,6 +122,22 @@ def test_who_stands_still_within_a_frame_holds_nobody_up_and_is_hung_up_on(
     channel, reason = heard.next()
     assert channel is slow
     assert "stood still within a message for 0.2 s" in str(reason)
+
+
+def test_who_closes_it_writes_to_no_descriptor_that_is_gone(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread may be awake, and see that it is to end, before it is woken."""
+    write = os.write
+
+    def slow(descriptor: int, data: bytes) -> int:
+        write(descriptor, data)
+        heard.reader._thread.join(0.2)
+        return write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", slow)
+    heard.reader.close()
+    assert not heard.reader._thread.is_alive()
 
 
 def test_all_channels_end_with_the_reader() -> None:
