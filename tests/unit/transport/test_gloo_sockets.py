@@ -212,3 +212,16 @@ def test_cpu_time_of_what_crosses_is_that_of_the_threads_of_gloo() -> None:
     assert sent_s + received_s + own_s <= time.process_time() - began_s
     assert received_s > 0.01, "a quarter of a gigabyte was copied out of the kernel"
     assert idle_s < 0.01
+
+
+def test_a_thread_that_has_ended_counts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another's, which had begun while the group connected."""
+
+    class Backend:
+        pass
+
+    ended, backend = threading.Thread(target=list), Backend()
+    ended.start()
+    ended.join()
+    monkeypatch.setitem(gloo_sockets._threads, backend, {str(ended.native_id)})
+    assert gloo_sockets.cpu_s(backend) == 0.0
