@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import psutil
+import psutilfrom pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -223,5 +224,7 @@ def test_a_thread_that_has_ended_counts_no_more(monkeypatch: pytest.MonkeyPatch)
     ended, backend = threading.Thread(target=list), Backend()
     ended.start()
     ended.join()
+    while Path(f"/proc/self/task/{ended.native_id}").exists():
+        time.sleep(0.001)
     monkeypatch.setitem(gloo_sockets._threads, backend, {str(ended.native_id)})
     assert gloo_sockets.cpu_s(backend) == 0.0
