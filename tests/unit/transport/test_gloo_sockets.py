@@ -12,10 +12,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-import psutilfrom pathlib import Path
-
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
