@@ -246,7 +246,7 @@ class Decider:
             return Stay(occupied, f"{text}: stays: {nowhere}", f"stays: {nowhere}")
         disk_s = estimates.handoffs.checkpoint_s(self.source)
         too_slow = way is not None and estimates.handoffs.measured and way.estimate_s > window_s
-        if way is None or (too_slow and disk_s <= window_s and not self._outlived(doomed)):
+        if way is None or (too_slow and disk_s <= window_s and not self._can_lose(doomed)):
             live = "none" if way is None else f"{way.estimate_s:.1f} s"
             action = f"to disk (live: {live}, disk: {disk_s:.1f} s, window: {window_s:.1f} s)"
             return ToDisk(occupied, f"{text}; {action}", action, disk_s)
@@ -255,7 +255,7 @@ class Decider:
             action += f", estimated {way.estimate_s:.1f} s for a window of {window_s:.1f} s"
         return replace(way, nodes=occupied, action=action, late=late)
 
-    def _outlived(self, doomed: tuple[int, ...]) -> bool:
+    def _can_lose(self, doomed: tuple[int, ...]) -> bool:
         """Whether the run goes on from memory where these workers are lost on their way out, and
         sooner than from disk."""
         source, handoffs = self.source, self.estimates.handoffs

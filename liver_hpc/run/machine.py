@@ -229,7 +229,7 @@ class Run(Lifecycle):
         self.elastic.estimates.policy.at_step(message.step + 1)
         ours = self.world is not None and message.generation == self.world.generation
         if ours and message.snapshot is not None:
-            self.recoveries.stands(message.generation, message.snapshot)
+            self.recoveries.note_snapshot(message.generation, message.snapshot)
             self.agents.end_lingering(f"the snapshots of generation {message.generation} stand")
             failed = self._unprotected
             if failed is not None and message.snapshot > failed.step:

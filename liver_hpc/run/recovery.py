@@ -25,8 +25,6 @@ from liver_hpc.run.event_clock import EventClock
 from liver_hpc.run.records import RecoveryRecord
 from liver_hpc.run.salvage import Salvage, difference, newest
 
-NO_SNAPSHOT = -1, 0
-"""Generation and step of the newest one."""
 MOST_ROUNDS = 8
 """So many beginnings without a world that trains are the last: there is more wrong than that."""
 
@@ -92,7 +90,7 @@ class Recoveries:
         self._now: _Recovery | None = None
         self._unseated: tuple[int, ...] = ()  # of the last one
         self._caught_up = 0, -math.inf  # when so many steps are done, or at that time
-        self._newest = NO_SNAPSHOT
+        self._newest = -1, 0  # snapshot: its generation and step
 
     def describe(self) -> str:
         """What holds up every request now; empty when there is none."""
@@ -102,7 +100,7 @@ class Recoveries:
         """Whether a loss in this world may be made good."""
         return self._config.snapshots.every_steps is not None and world is not None
 
-    def stands(self, generation: int, step: int) -> None:
+    def note_snapshot(self, generation: int, step: int) -> None:
         """The snapshot of the boundary after `step` steps is complete on all workers."""
         self._newest = generation, step
 

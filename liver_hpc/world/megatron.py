@@ -25,7 +25,6 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import GlobalMemoryBuffer
 
-from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.tensors import TensorSpec
 from liver_hpc.world import thread
@@ -220,8 +219,7 @@ def begin_gradients_at_layers(module: Any) -> None:
     """Lets gradients reach layers that are computed again where nothing before them is trained.
 
     What is checkpointed passes gradients on only where its input wants some: behind a frozen
-    embedding the first adapters would silently get none. Raises ConfigError where no block of
-    layers is found.
+    embedding the first adapters would silently get none.
     """
 
     def begin(_part: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -231,15 +229,14 @@ def begin_gradients_at_layers(module: Any) -> None:
 
     if all(parameter.requires_grad for parameter in module.parameters()):
         return
-    # All releases count so the layers that a block has, and that it may compute again.
-    blocks = [part for part in module.modules() if hasattr(part, "num_layers_per_pipeline_rank")]
-    for block in blocks:
+    for block in blocks_of_layers(module):
         block.register_forward_pre_hook(begin, with_kwargs=True)
-    if not blocks and getattr(module.config, "recompute_granularity", None) is not None:
-        raise ConfigError(
-            "the model has parameters that are frozen, and recomputes activations, but no block of "
-            "layers of Megatron's: the first ones that are trained may get no gradients"
-        )
+
+
+def blocks_of_layers(module: Any) -> list[Any]:
+    """Megatron's parts that may compute their layers again: of all releases, such that count so
+    how many they have."""
+    return [part for part in module.modules() if hasattr(part, "num_layers_per_pipeline_rank")]
 
 
 def begin_again(chunks: list[Any]) -> None:

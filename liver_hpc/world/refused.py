@@ -148,9 +148,15 @@ def _unsupported(module: Any) -> Iterator[str]:
     if granularity == "selective" and not megatron.transformer_engine_is_here():
         for name in sorted(_DISCARDING & {*config.recompute_modules}):
             yield f"recompute_modules {name}: Megatron wants Transformer Engine for it"
+    trained = {parameter.requires_grad for parameter in module.parameters()}
+    if granularity is not None and False in trained and not megatron.blocks_of_layers(module):
+        yield (
+            "recompute_granularity with frozen parameters: there is no block of layers of "
+            "Megatron's, and so the first ones that are trained may get no gradients"
+        )
     if granularity == "full" and config.recompute_method == "uniform":
-        for part in module.modules():
-            layers = getattr(part, "num_layers_per_pipeline_rank", 0)
+        for block in megatron.blocks_of_layers(module):
+            layers = block.num_layers_per_pipeline_rank
             if layers % config.recompute_num_layers:
                 yield (
                     f"recompute_num_layers {config.recompute_num_layers} does not divide the "

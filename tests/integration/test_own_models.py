@@ -112,6 +112,14 @@ def test_options_with_state_or_by_layout_are_refused_as_the_spec_is_derived(
         derived(Toy(lambda _: {"body": linear()}, **options), "dp1")
 
 
+def test_frozen_layers_that_nobody_knows_and_are_recomputed_are_refused(device: Any) -> None:
+    options = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    frozen = linear().requires_grad_(False)
+    derived(Toy(lambda _: {"body": linear()}, **options), "dp1")
+    with pytest.raises(PlanError, match="recompute_granularity with frozen parameters"):
+        derived(Toy(lambda _: {"frozen": frozen, "body": linear()}, **options), "dp1")
+
+
 @pytest.mark.parametrize(
     "part",
     [lambda: Router(persistent=False), lambda: Scaled(None), lambda: Scaled(torch.empty(0))],

@@ -29,7 +29,7 @@ from liver_hpc.config.schema import TrainSection
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.ramp import batch_of, step_of
-from liver_hpc.recipes.megatron_lm import checkout, handed_over, validation
+from liver_hpc.recipes.megatron_lm import checkout, pretrain_call, validation
 from liver_hpc.recipes.megatron_lm.arguments import agreement, judged, without_layout
 from liver_hpc.recipes.megatron_lm.options import ScriptOptions
 from liver_hpc.recipes.megatron_lm.owned import ramp_of
@@ -178,8 +178,8 @@ class Script:
             args = mine[f"{_GIVEN}ARGS"]
             provider = given.get("model_provider") or given.get("model_provider_func")
             config = None if provider else given["cfg_container"].model
-            builder = None if config is None else handed_over.builder_of(config, main)
-            if problems := handed_over.refused(given, args, builder):
+            builder = None if config is None else pretrain_call.builder_of(config, main)
+            if problems := pretrain_call.refused(given, args, builder):
                 raise ConfigError(*(f"model.script: {self._path} {each}" for each in problems))
         validation.complete(args)
         return Captured(

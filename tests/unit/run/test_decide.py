@@ -84,6 +84,10 @@ class Situation:
         deadline_s = None if window_s is None else NOW_S + window_s
         self.nodes[node].warning = NodeWarned(node, "preempted", NOW_S - 1.0, deadline_s)
 
+    def disk_takes(self, seconds: float) -> None:
+        estimator: Any = self.estimates.handoffs
+        estimator.checkpoint_s = lambda rank_map: seconds
+
     def ask(self, layout: Layout) -> ReconfigurationRequest:
         request = ReconfigurationRequest(OPERATOR, NOW_S, layout=layout)
         self.queue.add(request)
@@ -309,12 +313,12 @@ def test_a_window_that_is_too_short_for_either_way_is_said_to_be() -> None:
 
 def test_the_state_goes_to_disk_where_only_that_is_in_time() -> None:
     situation = Situation()
-    estimator: Any = situation.estimates.handoffs
-    estimator.checkpoint_s = lambda rank_map: 0.5
+    situation.disk_takes(0.5)
     situation.warn("n2", 1.0)
     decision = situation.decide()
     assert isinstance(decision, ToDisk)
     assert decision.action == "to disk (live: 2.0 s, disk: 0.5 s, window: 1.0 s)"
+    estimator: Any = situation.estimates.handoffs
     estimator.measured = False  # what is only assumed does not send a run to the disk
     assert situation.begins().nodes == ("n2",)
 
@@ -322,8 +326,7 @@ def test_the_state_goes_to_disk_where_only_that_is_in_time() -> None:
 def test_a_handoff_is_tried_where_its_failure_would_cost_less_than_the_disk() -> None:
     """Steps take 1 s, a start from disk 20 s."""
     situation = Situation()
-    estimator: Any = situation.estimates.handoffs
-    estimator.checkpoint_s = lambda rank_map: 0.5
+    situation.disk_takes(0.5)
     situation.warn("n2", 1.0)
     situation.redone_steps = 20
     decision = situation.begins()
@@ -335,8 +338,7 @@ def test_a_handoff_is_tried_where_its_failure_would_cost_less_than_the_disk() ->
 
 def test_the_state_goes_to_disk_where_a_loss_would_leave_no_layout() -> None:
     situation = Situation(BURST, layouts={2: [{"dp": 2}], 4: [{"dp": 4}]})
-    estimator: Any = situation.estimates.handoffs
-    estimator.checkpoint_s = lambda rank_map: 0.5
+    situation.disk_takes(0.5)
     situation.redone_steps = 1
     situation.warn("n2", 1.0)
     assert isinstance(situation.decide(), ToDisk)
@@ -352,8 +354,7 @@ def test_the_state_goes_to_disk_where_a_snapshot_would_be_lost_with_its_copy(
     for agent in ("a2", "a3"):
         situation.join(agent)
     situation.world = WorldRef(0, RankMap(Layout(1, 1, 4), (0, 1, 2, 3)))
-    estimator: Any = situation.estimates.handoffs
-    estimator.checkpoint_s = lambda rank_map: 0.5
+    situation.disk_takes(0.5)
     situation.redone_steps = 1
     for node in doomed:
         situation.warn(node, 1.0)

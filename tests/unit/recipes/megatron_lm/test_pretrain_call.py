@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from liver_hpc.recipes.megatron_lm.handed_over import builder_of, refused
+from liver_hpc.recipes.megatron_lm.pretrain_call import builder_of, refused
 
 
 class Builder:
