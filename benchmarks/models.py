@@ -1,4 +1,4 @@
-"""What several benchmarks train: a model of 25M parameters, and text of which all see the same."""
+"""What several benchmarks train: models of 25M and 100M parameters, and text that all see alike."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ MODEL_25M: Mapping[str, Any] = MappingProxyType(
         "query_groups": 4,
         "seq_length": 32,
     }
+)
+
+MODEL_100M: Mapping[str, Any] = MappingProxyType(
+    {**MODEL_25M, "hidden": 1024, "ffn_hidden": 3200, "heads": 16}
 )
 
 

@@ -225,6 +225,7 @@ class LateDevice(Device):
         self.training = LateLane(self, "training's lane")
         self.here = threading.local()
         self.told_room = room
+        self.dropped_workspaces = 0
 
     @property
     def backend_name(self) -> str:
@@ -247,6 +248,9 @@ class LateDevice(Device):
 
     def room(self) -> Room | None:
         return self.told_room
+
+    def drop_workspaces(self) -> None:
+        self.dropped_workspaces += 1
 
     def return_free_memory(self) -> None:
         """There is none."""

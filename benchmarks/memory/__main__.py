@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.harness import BenchmarkResult, parser, reported
 from benchmarks.memory.held import Held
-from benchmarks.models import MODEL_25M, text_data
+from benchmarks.models import MODEL_100M, text_data
 from benchmarks.transitions.pool import Pool, open_seat
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
@@ -20,13 +20,14 @@ from liver_hpc.recipes.text_data import prepare
 
 MODES = ("both", "bounded")
 TRANSITIONS = (("tp2", "pp2"), ("dp2", "tp2"))
-MODEL_100M = {**MODEL_25M, "hidden": 1024, "ffn_hidden": 3200, "heads": 16, "seq_length": 8}
+MODEL = {**MODEL_100M, "seq_length": 8}
 MODEL_QUICK = {"layers": 4, "hidden": 256, "ffn_hidden": 512, "heads": 4, "seq_length": 8}
 LIMIT_S = 300.0
 
 METHOD = {
     "peak": "the kernel's count of resident bytes at their highest (VmHWM), above those of the "
-    "same process before it had a world; the fuller of two workers",
+    "same process before it had a world; the fuller of two workers. Where there are GPUs: bytes of "
+    "the GPU that torch had in use, without what NCCL takes",
     "handoff": "PREPARE, one step of the source, the checkpoint of the boundary where memory is "
     "bounded, TRANSFER, the target's first step, RELEASE; staging of 64 MiB",
     "world": "one step of the source before, or of the target after: the larger",
@@ -36,9 +37,7 @@ METHOD = {
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser("memory", __doc__ or "").parse_args(arguments)
-    model, transitions = (
-        (MODEL_QUICK, TRANSITIONS[:1]) if options.quick else (MODEL_100M, TRANSITIONS)
-    )
+    model, transitions = (MODEL_QUICK, TRANSITIONS[:1]) if options.quick else (MODEL, TRANSITIONS)
     return reported(lambda: run(model, transitions), options.json)
 
 
@@ -50,7 +49,7 @@ def run(model: Mapping[str, Any], transitions: Sequence[tuple[str, str]]) -> Ben
         held = {mode: handed_over(model, layouts, mode) for mode in MODES}
         ends = [[(one.loss, one.digests) for one in held[mode]] for mode in MODES]
         if ends[0] != ends[1]:
-            raise LiverError(f"{source} to {target}: {MODES} end in different states: {ends}")
+            raise LiverError(f"{source} to {target}: {MODES} end in different states: {held}")
         rows += [_row(f"{source} to {target}", mode, held[mode]) for mode in MODES]
 
     def most(mode: str) -> float:

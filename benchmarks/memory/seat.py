@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 from pathlib import Path
 from typing import Any
@@ -88,8 +87,9 @@ class Seat:
         for message in (m.Boundary, m.Verdict):
             session.deliver(message(generation=1, scalars=scalars))
         crossed = Crossing(session, target, source, Snapshots(context)).run(None)
-        release(session, target, source)
-        in_handoff = during.most()
+        crossing = during.most()
+        release(session, target, source)  # a GPU's peak begins anew
+        in_handoff = max(crossing, during.most())
         del source
         world = target.world
         assert world is not None
@@ -134,15 +134,18 @@ def _most_of_a_step(world: World, step: int) -> int:
 
 
 class _Resident:
-    """This process's resident bytes from here on, as the kernel counts them."""
+    """This process's bytes from here on: resident ones as the kernel counts them, of a GPU those
+    that torch has in use."""
 
     def __init__(self, device: Device) -> None:
-        gc.collect()
-        device.return_free_memory()
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
+        self._on_gpu = device.backend_name == "nccl"
+        device.return_free_memory()  # a GPU's peak begins anew
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # so does the kernel's
         self.at_first = self.most()
 
     def most(self) -> int:
+        if self._on_gpu:
+            return torch.cuda.max_memory_allocated()
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
         (line,) = (line for line in lines if line.startswith("VmHWM:"))
         return 1024 * int(line.split()[1])

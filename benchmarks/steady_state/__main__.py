@@ -14,8 +14,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from benchmarks.harness import BenchmarkResult, Spread, interleaved, parser, reported
-from benchmarks.models import text_data
+from benchmarks.models import MODEL_100M, text_data
 from benchmarks.steady_state.sides import (
     InstructionCounter,
     LiverRun,
@@ -51,6 +53,8 @@ METHOD = {
     "cost_steps: with its lost time. The plain loop is stopped meanwhile",
     "loss_difference": "largest relative difference of a step's loss between the sides, over the "
     "first steps: both do the same work",
+    "on one GPU": "one training process a side, and no handoffs: NCCL's kernels of a process that "
+    "is stopped would stay on the GPU. 100M parameters in bf16, 1,024 tokens a sequence",
 }
 
 
@@ -65,10 +69,14 @@ class Effort:
     model: Mapping[str, Any] = field(
         default_factory=lambda: {"layers": 4, "hidden": 256, "ffn_hidden": 512, "heads": 4}
     )
+    layout: Layout = LAYOUT
 
 
 QUICK = Effort(
     2, 2.0, 1, {"layers": 2, "hidden": 64, "ffn_hidden": 96, "heads": 4, "seq_length": 32}
+)
+ON_A_GPU = Effort(
+    7, 4.0, 0, {**MODEL_100M, "seq_length": 1024, "dtype": "bf16"}, layout=Layout(1, 1, 1)
 )
 
 
@@ -91,7 +99,8 @@ class Block:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser("steady_state", __doc__ or "").parse_args(arguments)
-    return reported(lambda: run(QUICK if options.quick else Effort()), options.json)
+    effort = QUICK if options.quick else ON_A_GPU if torch.cuda.is_available() else Effort()
+    return reported(lambda: run(effort), options.json)
 
 
 def run(effort: Effort) -> BenchmarkResult:
@@ -101,7 +110,7 @@ def run(effort: Effort) -> BenchmarkResult:
         try:
             live.await_steps(WARM_STEPS)
             live.pause()
-            plain = PlainLoop(live.run.config(), LAYOUT, Path(directory))
+            plain = PlainLoop(live.run.config(), effort.layout, Path(directory))
             try:
                 plain.await_steps(WARM_STEPS)
                 plain.pause()
@@ -113,7 +122,7 @@ def run(effort: Effort) -> BenchmarkResult:
                 difference = loss_difference(live.steps(), plain.steps())
                 plain.pause()
                 live.resume()
-                handoffs = _hand_off(live, effort.rounds)
+                handoffs = _hand_off(live, effort.rounds) if effort.rounds else []
             finally:
                 plain.close()
         finally:
@@ -142,8 +151,8 @@ def _config(effort: Effort, directory: Path) -> RunConfig:
             "data": text_data(directory),
             "train": {"steps": 1_000_000, "global_batch": 8, "micro_batch": 2},
             "schedule": {"style": "constant"},
-            "workers": {"initial": LAYOUT.workers, "max": LAYOUT.workers},
-            "layouts": {LAYOUT.workers: [{"dp": LAYOUT.dp}, {"pp": AWAY.pp}]},
+            "workers": {"initial": effort.layout.workers, "max": LAYOUT.workers},
+            "layouts": {1: {"dp": 1}, LAYOUT.workers: [{"dp": LAYOUT.dp}, {"pp": AWAY.pp}]},
             "cluster": {"kind": "local"},
             # Processes that are stopped for a block must not count as lost.
             "deadlines": {"heartbeat_s": 300.0, "control_s": 300.0, "collective_s": 600.0},

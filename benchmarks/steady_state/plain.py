@@ -16,6 +16,7 @@ from typing import Any
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.ownership import stage_shards
+from liver_hpc.layout.tensors import MAIN
 from liver_hpc.recipes.base import BuildContext, Recipe
 from liver_hpc.recipes.specs import load_run_recipe
 
@@ -108,7 +109,7 @@ class _Loop:
 
 
 def filled_module(recipe: Recipe, layout: Layout) -> Any:
-    """The recipe's module at this rank's seat, with the values that a run starts with (fp32)."""
+    """The recipe's module at this rank's seat, with the values that a run starts with."""
     import torch
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -123,7 +124,11 @@ def filled_module(recipe: Recipe, layout: Layout) -> Any:
     indices, held = recipe.spec.held_tensors(layout, at), {}
     for index, parameter in zip(indices, module.parameters(), strict=True):
         mark_tensor_parallel(parameter, recipe.spec.tensors[index])
-        held[index] = HeldTensor(parameter.data, shards.interval(index, at.replica), {})
+        interval = shards.interval(index, at.replica)
+        optimizer = {}
+        if not recipe.spec.main_is_parameter:  # the loop's optimizer takes the parameters again
+            optimizer[MAIN] = torch.empty(interval[1] - interval[0])
+        held[index] = HeldTensor(parameter.data, interval, optimizer)
     state = WorldState(recipe.spec, layout, at, held)
     state.initialize(recipe.initial, recipe.config.train.seed)
     return module
@@ -135,19 +140,24 @@ def _wrapped(module: Any) -> Any:
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
+    from megatron.core.transformer.module import Float16Module
 
     module.config.finalize_model_grads_func = finalize_model_grads
     options = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True
     )
+    if module.config.bf16:
+        module = Float16Module(module.config, module)
     return DistributedDataParallel(module.config, options, module)
 
 
 def _optimizer_of(config: RunConfig, model: Any) -> tuple[Any, Any]:
+    import torch
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     options, schedule = config.optimizer, config.schedule
+    bf16 = model.config.params_dtype is torch.bfloat16
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -158,6 +168,8 @@ def _optimizer_of(config: RunConfig, model: Any) -> tuple[Any, Any]:
             adam_beta2=options.beta2,
             adam_eps=options.eps,
             clip_grad=options.clip_grad,
+            bf16=bf16,
+            params_dtype=model.config.params_dtype,
             use_distributed_optimizer=True,
         ),
         [model],

@@ -381,6 +381,7 @@ class Trainer(WorldHolder):
             self.step = crossed.scalars.step + 1
             assert crossed.first_step is not None
             self._report(self._world, crossed.first_step, crossed.started_s, crossed.ended_s)
+        self._context.device.drop_workspaces()  # RELEASE returns their memory
         quiet_thread(partial(self._release, session, target, source), "release")
         if self._world is None:
             raise LeftWorld(f"no seat in {session.target}", session.generation)

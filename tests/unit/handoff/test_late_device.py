@@ -59,6 +59,8 @@ def test_a_handoff_goes_through_in_whatever_order_devices_work(
     ended = run.hand_off(target)
     assert ended.outcome == "completed", ended.detail
     run.check(target.workers)
+    dropped = {worker: seat.device.dropped_workspaces for worker, seat in run.seats.items()}
+    assert dropped == dict.fromkeys({*TP.workers, *target.workers}, 1), "lanes come with handoffs"
 
 
 # ---- each wait taken out once

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from liver_hpc.errors import DeadlineError
-from liver_hpc.world.device import NCCL_SETTINGS, open_device
+from liver_hpc.world.device import NCCL_SETTINGS, Device, open_device
 from tests.late_device import LateDevice, LateNetwork, Machines
 
 VARIABLES = (*NCCL_SETTINGS, "NCCL_HOSTID", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING")
@@ -91,3 +91,15 @@ def test_a_group_that_is_late_names_its_peers(
     with pytest.raises(error, match=r"workers \[0, 3\]" if limit_s == 0.0 else "NCCL timeout"):
         network.open_backend(None, 0, 2, limit_s, "workers [0, 3]")
     assert backend.aborted
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_workspaces_of_products_are_dropped_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    dropped: list[str] = []
+    monkeypatch.setattr(
+        torch._C, "_cuda_clearCublasWorkspaces", lambda: dropped.append("all"), raising=False
+    )
+    Device(torch.device("cpu")).drop_workspaces()
+    assert not dropped
+    open_device(0).drop_workspaces()
+    assert dropped == ["all"]
