@@ -23,6 +23,7 @@ import torch
 
 from liver_hpc.clock import Deadline, poll_until
 from liver_hpc.errors import DeadlineError
+from liver_hpc.transport.streams import lane_streams
 
 _POLL_S = 0.0002
 
@@ -80,13 +81,13 @@ class InlineLane(Lane):
 
 
 class CudaLane(Lane):
-    """A CUDA stream: a new one of the lowest priority, which is that of torch's default stream,
-    or one that exists."""
+    """A CUDA stream."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        """stream: None for one of its own, of the lowest priority, which is that of torch's default
+        stream."""
         self._device = device
-        made: type[torch.cuda.Stream] = torch.cuda.Stream
-        self._stream = made(device) if stream is None else stream
+        self._stream = lane_streams(device).take(self) if stream is None else stream
 
     def entered(self) -> AbstractContextManager[None]:
         return torch.cuda.stream(self._stream)
