@@ -130,6 +130,11 @@ class LateWorld:
 
     # ---- what the handoff calls
 
+    bears_rehearsals = True
+
+    def accumulate_as_training(self) -> None:
+        """It has no gradients of torch's."""
+
     def warm_up(self, again: bool = True) -> None:
         self._launch("rehearsal", lambda: self._fill(777.0))
 

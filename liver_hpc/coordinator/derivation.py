@@ -1,6 +1,7 @@
 """A run's recipe with its spec, for the coordinator: checked against the run before anything boots.
 
-Where this host cannot derive the spec, as its image has no torch, one task does so on a node of the
+Where this host cannot derive the spec, as its image has no torch, or it no GPU for layers that are
+built on one, one task does so on a node of the
 run, in the environment that the workers there will have.
 """
 
@@ -40,7 +41,7 @@ def task_words(run_directory: Path) -> list[str]:
     """What runs in the place of an agent, after the program."""
     directory = run_directory.absolute()
     files = [str(directory / "run.yaml"), str(directory / DERIVED_FILE)]
-    return [DERIVE_MODULE, *files, "--version", __version__]
+    return [DERIVE_MODULE, *files, "--version", __version__, "--own-gpus"]
 
 
 def checked_recipe(

@@ -60,6 +60,8 @@ def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target
     timings_s: dict[str, float] = {}
     worker, device = context.worker, context.device
     rehearses = not session.is_hollow and rehearsed.wanted(handoff, device.torch_device)
+    if source_world is not None and not source_world.bears_rehearsals:
+        rehearses = False
     world, wire, transport = None, None, None
 
     def lap(name: str) -> None:
@@ -80,6 +82,7 @@ def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target
             if rehearses:
                 session.check()
                 world.warm_up(again=handoff.warm_up_again)
+            world.accumulate_as_training()
             lap("warm_up")
         session.check()
         taken = Taken()

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -143,11 +143,16 @@ def derive_spec(config: RunConfig) -> ModelSpec:
 
     Raises as `asked_of_model`.
     """
-    return asked_of_model(config, DERIVE_MODULE, CANNOT_DERIVE, Answer[ModelSpec])
+    options = ["--own-gpus"] if config.cluster.kind == "local" else []
+    return asked_of_model(config, DERIVE_MODULE, CANNOT_DERIVE, Answer[ModelSpec], options)
 
 
 def asked_of_model(
-    config: RunConfig, module: str, cannot: str, answer: type[Answer[Value]]
+    config: RunConfig,
+    module: str,
+    cannot: str,
+    answer: type[Answer[Value]],
+    options: Sequence[str] = (),
 ) -> Value:
     """What `python -m MODULE RUN.yaml ANSWER` finds of a run's model, in a child.
 
@@ -158,7 +163,7 @@ def asked_of_model(
     with tempfile.TemporaryDirectory() as directory:
         run, found, log = (Path(directory, name) for name in ("run.yaml", "answer.json", "log"))
         run.write_text(dump_run(config), encoding="utf-8")
-        words = [sys.executable, "-P", "-m", module, str(run), str(found)]
+        words = [sys.executable, "-P", "-m", module, str(run), str(found), *options]
         name = f"{module} (deadlines.boot_s), recipe {config.recipe},"
         child = Child(Command(name, words, log=log, environment=os.environ))
         try:

@@ -222,6 +222,7 @@ class _Weights:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._tables: dict[torch.device, torch.Tensor] = {}
+        self._all: list[torch.Tensor] = []
         self._growing = threading.Lock()
 
     def between(self, start: int, end: int, device: torch.device) -> torch.Tensor:
@@ -232,6 +233,7 @@ class _Weights:
                 table = _splitmix64(self._seed, 1 << (end - 1).bit_length()).to(device)
                 if len(table) > len(self._tables.get(device, ())):
                     self._tables[device] = table
+                    self._all.append(table)  # the device may still read the one before
         return table[start:end]
 
 

@@ -53,10 +53,10 @@ class LaneStreams:
     def _ended(self) -> Any:
         """One of a lane that is gone, which has done all that was launched there; None without."""
         for _ in range(len(self._free)):
-            stream = self._free.popleft()
+            stream = self._free.pop()  # the last one: few are used, and keep memory
             if stream.query():
                 return stream
-            self._free.append(stream)
+            self._free.appendleft(stream)
         return None
 
     def _drawn(self) -> Any:

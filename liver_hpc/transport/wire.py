@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -242,6 +243,7 @@ class NcclWire(GlooWire):
     ) -> None:
         super().__init__(backend, ranks, device)
         self._lane = lane
+        self._closing = threading.Lock()
 
     def _start_all(self, group: Any, parcels: Sequence[Parcel]) -> Sequence[Pending]:
         try:
@@ -272,11 +274,13 @@ class NcclWire(GlooWire):
             raise TransferError(f"messages between workers {peers}: {error}") from error
 
     def close(self) -> None:
-        """Ends what NCCL still runs, and frees the communicator's memory."""
-        group, self._group = self._group, None
-        if group is not None:
-            with contextlib.suppress(RuntimeError):
-                group.abort()
+        """Ends what NCCL still runs, and frees the communicator's memory. Whoever comes while
+        another thread does so waits for that: memory is freed next."""
+        with self._closing:
+            group, self._group = self._group, None
+            if group is not None:
+                with contextlib.suppress(RuntimeError):
+                    group.abort()
 
     def abandon(self) -> None:
         """What NCCL still runs reads and writes memory that is about to be freed."""

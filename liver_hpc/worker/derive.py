@@ -1,7 +1,8 @@
 """Derives the spec of a run's model: `python -m liver_hpc.worker.derive RUN.yaml DERIVED.json`.
 
 A process of its own because it imports torch; `recipes/specs.py` starts it, or the coordinator on
-a node (`coordinator/derivation.py`). It needs no device.
+a node (`coordinator/derivation.py`). It uses no device but for layers of Transformer Engine, which
+cannot be built without one.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +31,8 @@ from liver_hpc.recipes.specs import Answer
 if TYPE_CHECKING:
     from liver_hpc.world.derive import Derivation
 
+EXIT_WANTS_GPU = 3
+
 
 def main() -> int:
     """Leaves an `Answer`, also for a model that cannot be built or moved."""
@@ -36,13 +40,17 @@ def main() -> int:
     parser.add_argument("run", type=Path)
     parser.add_argument("derived", type=Path)
     parser.add_argument("--version", default=__version__, help="the asking host's liver_hpc")
+    parser.add_argument("--own-gpus", action="store_true", help="this host's GPUs are the run's")
+    parser.add_argument("--on-gpu", action="store_true", help="the model is built on one")
     options = parser.parse_args()
     if fault := version_fault(options.version, "the host that asks"):
         # Before the run file is read, whose keys may be others.
         refused = Answer[ModelSpec](refused=fault)
         write_whole(options.derived, refused.model_dump_json())
         return 0
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the login node's devices are not ours
+    environment = {**os.environ}
+    if not options.on_gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the login node's devices are not ours
     warnings.simplefilter("ignore")
     config = load_run(options.run)
     put_first_on_path(config)
@@ -67,9 +75,22 @@ def main() -> int:
         derived = Answer[ModelSpec](value=_derived(derivation, recipe, list(layouts)))
     except MODELS_ERRORS as error:
         said = str(error) if isinstance(error, LiverError) else f"{type(error).__name__}: {error}"
+        if not options.on_gpu and _in_transformer_engine(error):
+            if options.own_gpus:
+                words = [sys.executable, *sys.orig_argv[1:], "--on-gpu"]
+                os.execve(sys.executable, words, environment)
+            print(f"Transformer Engine builds its layers on a GPU: {said}", file=sys.stderr)
+            return EXIT_WANTS_GPU
         derived = Answer[ModelSpec](refused=said)
     write_whole(options.derived, derived.model_dump_json())
     return 0
+
+
+def _in_transformer_engine(error: BaseException) -> bool:
+    """Whether it was raised there, or on the way from there."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    names = (str(frame.f_globals.get("__name__", "")) for frame in frames)
+    return any(name.partition(".")[0] == "transformer_engine" for name in names)
 
 
 def _derived(derivation: Derivation, recipe: Recipe, layouts: list[Layout]) -> ModelSpec:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import logging
 import math
 import os
 import socket
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -94,6 +96,12 @@ class Device:
         if self.torch_device.type == "cuda":
             torch.cuda.set_device(self.torch_device)
 
+    def as_training(self) -> AbstractContextManager[None]:
+        """What the calling thread launches inside goes where training's work goes."""
+        if self.torch_device.type != "cuda":
+            return contextlib.nullcontext()
+        return torch.cuda.stream(torch.cuda.default_stream(self.torch_device))
+
     def synchronize(self) -> None:
         """Waits for all work queued on the device, without a deadline: not for a handoff."""
         if self.torch_device.type == "cuda":
@@ -158,6 +166,18 @@ class Device:
             ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
+def compile_in_threads() -> None:
+    """Lets a thread call what torch.compile has made while another one compiles: PREPARE's, which
+    rehearses, and training's. To be called before anything is decorated, as Megatron does in its
+    import.
+
+    torch notes in one flag of the process that FX traces something, as it does when it compiles,
+    and a compiled function that is called meanwhile raises.
+    """
+    symbolic: Any = importlib.import_module("torch.fx._symbolic_trace")
+    symbolic.is_fx_symbolic_tracing = lambda: False
+
+
 def open_device(local_rank: int) -> Device:
     """Claims this worker's device: CUDA device `local_rank` where there is one, else the CPU.
 
@@ -168,6 +188,7 @@ def open_device(local_rank: int) -> Device:
     queues = os.environ.setdefault(_QUEUES, _MOST_QUEUES)  # before anything opens CUDA
     os.environ.setdefault(_LOADING, _ALL_AT_ONCE)
     if torch.cuda.is_available():
+        compile_in_threads()
         for name, value in NCCL_SETTINGS.items():
             os.environ.setdefault(name, value)
         if queues != _MOST_QUEUES:

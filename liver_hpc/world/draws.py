@@ -17,7 +17,8 @@ _DRAWS = frozenset({
 })
 _FACTORIES = frozenset({
     "tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "eye",
-    "empty_strided", "linspace", "randperm",
+    "empty_strided", "linspace", "randperm", "empty_like", "zeros_like", "ones_like", "full_like",
+    "rand_like", "randn_like", "randint_like",
 })
 # fmt: on
 _RANDOM = frozenset({"rand", "randn", "rand_like", "randn_like"})

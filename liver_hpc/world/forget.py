@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,11 @@ from liver_hpc.world import module_globals
 moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
 
 
-def forget(chunks: Iterable[torch.nn.Module], groups: Any) -> None:
+def forget(chunks: Sequence[torch.nn.Module], groups: Any) -> None:
     """Drops it. Worlds that train meanwhile lose nothing but what is computed again."""
     for part in [part for chunk in chunks for part in chunk.modules()]:
         _clear_dispatcher(getattr(part, "token_dispatcher", None))
-        _clear_caches(type(part))
+    clear_caches(chunks)
     module_globals.forget(groups)
     _clear_losses([group for group in vars(groups).values() if group is not None])
 
@@ -31,13 +31,15 @@ def _clear_dispatcher(dispatcher: Any) -> None:
             setattr(dispatcher, name, None)
 
 
-def _clear_caches(layer: type) -> None:
-    """A method's cache keeps the object; rotary embeddings, which have one, keep a group."""
-    for ancestor in layer.__mro__:
-        for method in vars(ancestor).values():
-            clear = getattr(method, "cache_clear", None)
-            if callable(clear):
-                clear()
+def clear_caches(chunks: Iterable[torch.nn.Module]) -> None:
+    """A method's cache keeps the object; rotary embeddings, which have one, keep a group, and
+    tensors that were made in the lane of whoever asked first."""
+    for layer in {type(part) for chunk in chunks for part in chunk.modules()}:
+        for ancestor in layer.__mro__:
+            for method in vars(ancestor).values():
+                clear = getattr(method, "cache_clear", None)
+                if callable(clear):
+                    clear()
 
 
 def _clear_losses(groups: list[Any]) -> None:

@@ -11,7 +11,7 @@ import dataclasses
 import importlib
 import inspect
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -128,6 +128,43 @@ def _keep_rehearsals_from_setting_streams() -> None:
     for module in modules:
         module.set_rng_state = kept(module.set_rng_state)
     megatron_random._set_all_rng_states = kept(megatron_random._set_all_rng_states)
+
+
+_REPLACED = "liver_hpc.replaced"
+
+
+def renew_accumulators(chunk: Any) -> int:
+    """Gradients of a chunk's parameters are added up on the calling thread's stream from now on.
+
+    torch runs a parameter's AccumulateGrad node on the stream that was current when it came to be,
+    and Megatron's DDP keeps each one (`grad_accs`), with the hook that adds to `main_grad` and
+    starts reductions. For a world that is built beside training that is PREPARE's stream: whatever
+    came there later, training would wait for. Returns of how many it stays, as some graph has
+    their nodes, too: of fp32 parameters the optimizer's views.
+    """
+    for node in chunk.grad_accs:
+        node.metadata[_REPLACED] = True
+    parameters = [node.variable for node in chunk.grad_accs]
+    node, chunk.grad_accs, stay = None, [], 0
+    for parameter in parameters:
+        node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+        if _REPLACED in node.metadata:
+            stay += 1
+        else:
+            node.register_hook(chunk._make_backward_post_hook(parameter))
+        chunk.grad_accs.append(node)
+    return stay
+
+
+def computes_by_transformer_engine(chunks: Iterable[torch.nn.Module]) -> bool:
+    """Whether a layer is one of Transformer Engine's. All threads of a process share its workspace
+    for products, the choice of attention's kernels, and the random stream that those draw from."""
+    return any(
+        base.__module__.partition(".")[0] == "transformer_engine"
+        for chunk in chunks
+        for kind in {type(part) for part in chunk.modules()}
+        for base in kind.__mro__
+    )
 
 
 def transformer_engine_is_here() -> bool:

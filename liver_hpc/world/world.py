@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -44,7 +45,7 @@ from liver_hpc.world import (
 from liver_hpc.world.derive import Derivation, build_chunks
 from liver_hpc.world.device import Device
 from liver_hpc.world.evaluate import undisturbed
-from liver_hpc.world.forget import forget
+from liver_hpc.world.forget import clear_caches, forget
 from liver_hpc.world.forward_times import new_timer
 from liver_hpc.world.groups import GroupBook
 from liver_hpc.world.read_ahead import ReadAhead
@@ -53,6 +54,8 @@ from liver_hpc.world.state import HeldTensor, WorldState
 from liver_hpc.world.thread import MicroBatch
 from liver_hpc.world.untouched import Kept, untouched
 from liver_hpc.world.verified import verified_tensors
+
+log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -282,6 +285,18 @@ class World:
             self._rehearse(layout.pp if layout.vpp > 1 else 1)
             rehearsed.remember(shapes)
 
+    @property
+    def bears_rehearsals(self) -> bool:
+        """Whether another world may be rehearsed in this process while this one trains."""
+        return not megatron.computes_by_transformer_engine(self.chunks)
+
+    def accumulate_as_training(self) -> None:
+        """Gradients are added up where training computes, not in the lane of who has built this."""
+        with self.device.as_training():
+            stay = sum(megatron.renew_accumulators(chunk) for chunk in self.chunks)
+        if stay and self.device.late:
+            log.warning("gradients of %d parameters are added up in PREPARE's lane", stay)
+
     def _clear_gradients(self) -> None:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -294,6 +309,7 @@ class World:
             self.forward_backward(0, most=micro_batches)
             self.update(0)
         self._clear_gradients()
+        clear_caches(self.chunks)
         megatron.begin_again(self.chunks)
         self.renew_buffers()  # raises where a step leaves other buffers than it found
         for place, tensor, values in kept:

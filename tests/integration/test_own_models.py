@@ -583,3 +583,30 @@ def test_what_stand_ins_have_answered_in_a_rehearsal_is_not_remembered(
         world.warm_up()
     assert asked == [one, one]
     world.close()
+
+
+def test_gradients_are_added_up_by_nodes_that_are_new_and_once(device: Any) -> None:
+    """On a GPU a node works on the stream on which it came to be: PREPARE's, which is another
+    one's after that."""
+    world = build_world(tiny_recipe(dtype="bf16"), device, "tp2")
+    world.warm_up()
+    (chunk,) = world.chunks
+
+    def gradients() -> list[torch.Tensor]:
+        with thread.rehearsal():
+            world.forward_backward(0, most=1)
+        found = [parameter.main_grad.clone() for parameter in chunk.parameters()]
+        world._clear_gradients()
+        return found
+
+    before = gradients()
+    for node in chunk.grad_accs:
+        node.metadata["old"] = True
+    del node
+    world.accumulate_as_training()
+    assert not any("old" in node.metadata for node in chunk.grad_accs)
+    assert [node.variable for node in chunk.grad_accs] == [*chunk.parameters()]
+    for one, other in zip(before, gradients(), strict=True):
+        assert one.any()
+        assert torch.equal(one, other)
+    world.close()

@@ -160,10 +160,13 @@ class Pretrain(Recipe):
         return samples, self._collated(samples) if ahead else None
 
     def _collated(self, samples: Sequence[Any]) -> Any:
-        from torch.utils.data import default_collate
+        import torch
+        from torch.utils.data import _utils, default_collate
 
+        pin: Any = _utils.pin_memory.pin_memory
         with self.reading:
-            return default_collate([self._sample(sample) for sample in samples])
+            batch = default_collate([self._sample(sample) for sample in samples])
+            return pin(batch) if torch.cuda.is_available() else batch  # as Megatron's loader
 
     def _sample(self, sample: Sample) -> Any:
         if self._datasets is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from datetime import timedelta
 
@@ -12,7 +13,8 @@ from torch._C._distributed_c10d import OpType
 from liver_hpc.clock import Deadline, FakeClock
 from liver_hpc.errors import DeadlineError, TransferError
 from liver_hpc.transport import gloo_waits
-from liver_hpc.transport.wire import Parcel, group_wire
+from liver_hpc.transport.lane import InlineLane
+from liver_hpc.transport.wire import NcclWire, Parcel, group_wire
 
 
 class _Broken:
@@ -102,3 +104,30 @@ def test_a_silent_peer_is_told_as_a_passed_deadline(
     (pending,) = wire.launch([Parcel(1, 0, torch.zeros(16, dtype=torch.uint8), False)])
     with pytest.raises(DeadlineError, match="worker 1"):
         pending.wait(Deadline.after(clock, limit_s, "the bytes"))
+
+
+class _Slow:
+    """A group that takes a while to end."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def abort(self) -> None:
+        self.begun.set()
+        assert self.may_end.wait(10)
+
+
+def test_whoever_closes_while_another_thread_does_waits_for_the_end() -> None:
+    """The memory of its messages is freed next."""
+    group = _Slow()
+    wire = NcclWire(group, {}, torch.device("cpu"), InlineLane())
+    first, second = (threading.Thread(target=wire.close) for _ in range(2))
+    first.start()
+    assert group.begun.wait(10)
+    second.start()
+    second.join(0.1)
+    assert second.is_alive()
+    group.may_end.set()
+    for closing in (first, second):
+        closing.join(10)
+        assert not closing.is_alive()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import socket
+import threading
 from typing import Any
 
 import pytest
 import torch
 
 from liver_hpc.errors import DeadlineError
-from liver_hpc.world.device import NCCL_SETTINGS, Device, open_device
+from liver_hpc.world.device import NCCL_SETTINGS, Device, compile_in_threads, open_device
 from tests.late_device import LateDevice, LateNetwork, Machines
 
 VARIABLES = (*NCCL_SETTINGS, "NCCL_HOSTID", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING")
@@ -22,6 +24,9 @@ def environment_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*VARIABLES, "TORCH_NCCL_NONBLOCKING_TIMEOUT"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+    symbolic: Any = importlib.import_module("torch.fx._symbolic_trace")
+    told = "is_fx_symbolic_tracing"
+    monkeypatch.setattr(symbolic, told, getattr(symbolic, told))  # put back in the end
 
 
 @pytest.fixture
@@ -103,3 +108,33 @@ def test_workspaces_of_products_are_dropped_on_a_gpu_alone(monkeypatch: pytest.M
     assert not dropped
     open_device(0).drop_workspaces()
     assert dropped == ["all"]
+
+
+def test_a_thread_calls_what_is_compiled_while_another_one_is_traced() -> None:
+    traced, called = threading.Event(), threading.Event()
+
+    def slow(values: torch.Tensor) -> torch.Tensor:
+        traced.set()
+        called.wait(60)
+        return values + 1
+
+    def doubled(values: torch.Tensor) -> torch.Tensor:
+        return values * 2
+
+    def call() -> float:
+        compiled = torch.compile(doubled, backend="eager")
+        tracing = threading.Thread(target=torch.fx.symbolic_trace, args=(slow,))
+        tracing.start()
+        traced.wait(60)
+        try:
+            return float(compiled(torch.ones(1)))
+        finally:
+            called.set()
+            tracing.join()
+            traced.clear()
+            called.clear()
+
+    with pytest.raises(RuntimeError, match="symbolically trace"):
+        call()
+    compile_in_threads()
+    assert call() == 2.0
