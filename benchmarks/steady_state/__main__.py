@@ -53,7 +53,7 @@ METHOD = {
     "cost_steps: with its lost time. The plain loop is stopped meanwhile",
     "loss_difference": "largest relative difference of a step's loss between the sides, over the "
     "first steps: both do the same work",
-    "on one GPU": "one training process a side, and no handoffs: NCCL's kernels of a process that "
+    "on a GPU": "one training process a side, and no handoffs: NCCL's kernels of a process that "
     "is stopped would stay on the GPU. 100M parameters in bf16, 1,024 tokens a sequence",
 }
 

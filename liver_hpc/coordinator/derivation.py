@@ -1,8 +1,8 @@
 """A run's recipe with its spec, for the coordinator: checked against the run before anything boots.
 
-Where this host cannot derive the spec, as its image has no torch, or it no GPU for layers that are
-built on one, one task does so on a node of the
-run, in the environment that the workers there will have.
+Where this host cannot derive the spec, as its image has no torch, or as it has no GPU for layers
+that are built on one, one task does so on a node of the run, in the environment that the workers
+there will have.
 """
 
 from __future__ import annotations

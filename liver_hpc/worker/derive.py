@@ -87,10 +87,14 @@ def main() -> int:
 
 
 def _in_transformer_engine(error: BaseException) -> bool:
-    """Whether it was raised there, or on the way from there."""
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    names = (str(frame.f_globals.get("__name__", "")) for frame in frames)
-    return any(name.partition(".")[0] == "transformer_engine" for name in names)
+    """Whether it, or what it was made of, was raised there or in what is called there."""
+    cause: BaseException | None = error
+    while cause is not None:
+        for frame, _ in traceback.walk_tb(cause.__traceback__):
+            if str(frame.f_globals.get("__name__")).partition(".")[0] == "transformer_engine":
+                return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def _derived(derivation: Derivation, recipe: Recipe, layouts: list[Layout]) -> ModelSpec:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,3 +25,21 @@ def test_one_of_another_release_reads_no_run_file(
     assert derive.main() == 0
     with pytest.raises(ConfigError, match=r"and 0\.0\.1 for the host that asks: install the same"):
         Answer[ModelSpec].read(derived, minimal(), "no answer")
+
+
+def test_what_transformer_engine_has_raised_is_known_behind_another_error() -> None:
+    engine: dict[str, Any] = {"__name__": "transformer_engine.pytorch.module.base"}
+    exec("def build(): raise AssertionError('needs CUDA')", engine)
+
+    def told(build: Callable[[], None]) -> bool:
+        try:
+            try:
+                build()
+            except (AssertionError, KeyError) as error:
+                raise ConfigError(f"layouts.2: {error}") from error
+        except ConfigError as error:
+            return derive._in_transformer_engine(error)
+        raise AssertionError("nothing was raised")
+
+    assert told(engine["build"])
+    assert not told(lambda: {}["no engine"])
