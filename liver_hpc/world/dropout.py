@@ -79,8 +79,12 @@ def no_dropout(chunks: Iterable[Any]) -> Iterator[None]:
     a training thread uses. Fused attention would draw in its kernels, from the process's generator:
     its modules are told to drop nothing.
 
-    chunks: of the world.
+    chunks: of the world. On a GPU one without dropout is left as it is: what torch compiles under
+    another mode than that of a step is compiled anew in the first one.
     """
+    chunks = [*chunks]
+    on_gpu = any(parameter.is_cuda for chunk in chunks for parameter in chunk.parameters())
+    mode = _Nothing() if not on_gpu or any(map(_drops, chunks)) else contextlib.nullcontext()
     rates = [
         (part, rate)
         for chunk in chunks
@@ -90,7 +94,7 @@ def no_dropout(chunks: Iterable[Any]) -> Iterator[None]:
     for part, _ in rates:
         setattr(part, _RATE, 0.0)
     try:
-        with _Nothing():
+        with mode:
             yield
     finally:
         for part, rate in rates:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,3 +56,19 @@ def test_what_attends_in_a_kernel_drops_again_afterwards() -> None:
     with pytest.raises(RuntimeError, match="no memory"):
         fail()
     assert chunk[0].attention_dropout == 0.3
+
+
+class OnGpu(torch.nn.Module):
+    def __init__(self, hidden_dropout: float) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(hidden_dropout=hidden_dropout)
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:
+        yield SimpleNamespace(is_cuda=True)
+
+
+@pytest.mark.parametrize(("rate", "modes"), [(0.0, 0), (0.1, 1)])
+def test_what_has_no_dropout_is_compiled_as_a_step_calls_it(rate: float, modes: int) -> None:
+    before = torch._C._len_torch_function_stack()
+    with no_dropout([OnGpu(rate)]):
+        assert torch._C._len_torch_function_stack() - before == modes
