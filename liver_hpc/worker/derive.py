@@ -26,7 +26,7 @@ from liver_hpc.layout.candidates import layouts_to_derive
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.recipes.base import Recipe, load_recipe, put_first_on_path
-from liver_hpc.recipes.specs import Answer
+from liver_hpc.recipes.specs import DERIVE_MODULE, Answer
 
 if TYPE_CHECKING:
     from liver_hpc.world.derive import Derivation
@@ -77,7 +77,7 @@ def main() -> int:
         said = str(error) if isinstance(error, LiverError) else f"{type(error).__name__}: {error}"
         if not options.on_gpu and _in_transformer_engine(error):
             if options.own_gpus:
-                words = [sys.executable, *sys.orig_argv[1:], "--on-gpu"]
+                words = [sys.executable, "-P", "-m", DERIVE_MODULE, *sys.argv[1:], "--on-gpu"]
                 os.execve(sys.executable, words, environment)
             print(f"Transformer Engine builds its layers on a GPU: {said}", file=sys.stderr)
             return EXIT_WANTS_GPU

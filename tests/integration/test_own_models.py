@@ -595,6 +595,9 @@ def test_gradients_are_added_up_by_nodes_that_are_new_and_once(device: Any) -> N
     world = build_world(tiny_recipe(dtype="bf16"), device, "tp2")
     world.warm_up()
     (chunk,) = world.chunks
+    generator = torch.Generator().manual_seed(1)
+    for parameter in chunk.parameters():
+        parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
 
     def gradients() -> list[torch.Tensor]:
         with thread.rehearsal():
