@@ -130,10 +130,11 @@ class LateWorld:
 
     # ---- what the handoff calls
 
-    bears_rehearsals = True
+    allows_rehearsal_beside = True
+    in_training_lane = False
 
-    def accumulate_as_training(self) -> None:
-        """It has no gradients of torch's."""
+    def accumulate_in_training_lane(self) -> None:
+        self.in_training_lane = True
 
     def warm_up(self, again: bool = True) -> None:
         self._launch("rehearsal", lambda: self._fill(777.0))

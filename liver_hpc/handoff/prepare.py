@@ -60,7 +60,7 @@ def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target
     timings_s: dict[str, float] = {}
     worker, device = context.worker, context.device
     rehearses = not session.is_hollow and rehearsed.wanted(handoff, device.torch_device)
-    if source_world is not None and not source_world.bears_rehearsals:
+    if source_world is not None and not source_world.allows_rehearsal_beside:
         rehearses = False
     world, wire, transport = None, None, None
 
@@ -82,7 +82,7 @@ def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target
             if rehearses:
                 session.check()
                 world.warm_up(again=handoff.warm_up_again)
-            world.accumulate_as_training()
+            world.accumulate_in_training_lane()
             lap("warm_up")
         session.check()
         taken = Taken()

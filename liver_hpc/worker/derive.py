@@ -31,8 +31,6 @@ from liver_hpc.recipes.specs import DERIVE_MODULE, Answer
 if TYPE_CHECKING:
     from liver_hpc.world.derive import Derivation
 
-EXIT_WANTS_GPU = 3
-
 
 def main() -> int:
     """Leaves an `Answer`, also for a model that cannot be built or moved."""
@@ -80,7 +78,7 @@ def main() -> int:
                 words = [sys.executable, "-P", "-m", DERIVE_MODULE, *sys.argv[1:], "--on-gpu"]
                 os.execve(sys.executable, words, environment)
             print(f"Transformer Engine builds its layers on a GPU: {said}", file=sys.stderr)
-            return EXIT_WANTS_GPU
+            return 1
         derived = Answer[ModelSpec](refused=said)
     write_whole(options.derived, derived.model_dump_json())
     return 0

@@ -96,7 +96,7 @@ class Device:
         if self.torch_device.type == "cuda":
             torch.cuda.set_device(self.torch_device)
 
-    def as_training(self) -> AbstractContextManager[None]:
+    def in_training_lane(self) -> AbstractContextManager[None]:
         """What the calling thread launches inside goes where training's work goes."""
         if self.torch_device.type != "cuda":
             return contextlib.nullcontext()
@@ -147,8 +147,8 @@ class Device:
         return Room(free_bytes + cached_bytes - peak_bytes, peak_bytes)
 
     def drop_workspaces(self) -> None:
-        """Frees what cuBLAS keeps for every stream on which a thread has multiplied: 32 MiB each on
-        Hopper, and every handoff has lanes of its own. The next product allocates it again.
+        """Frees what cuBLAS keeps for each thread and stream in which a product was computed, 32
+        MiB on Hopper. The next product allocates it again.
 
         Nothing may compute meanwhile in another thread of this process.
         """
@@ -166,7 +166,7 @@ class Device:
             ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-def compile_in_threads() -> None:
+def allow_concurrent_compile() -> None:
     """Lets a thread call what torch.compile has made while another one compiles: PREPARE's, which
     rehearses, and training's. To be called before anything is decorated, as Megatron does in its
     import.
@@ -188,7 +188,7 @@ def open_device(local_rank: int) -> Device:
     queues = os.environ.setdefault(_QUEUES, _MOST_QUEUES)  # before anything opens CUDA
     os.environ.setdefault(_LOADING, _ALL_AT_ONCE)
     if torch.cuda.is_available():
-        compile_in_threads()
+        allow_concurrent_compile()
         for name, value in NCCL_SETTINGS.items():
             os.environ.setdefault(name, value)
         if queues != _MOST_QUEUES:

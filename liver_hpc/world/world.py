@@ -286,13 +286,13 @@ class World:
             rehearsed.remember(shapes)
 
     @property
-    def bears_rehearsals(self) -> bool:
+    def allows_rehearsal_beside(self) -> bool:
         """Whether another world may be rehearsed in this process while this one trains."""
         return not megatron.computes_by_transformer_engine(self.chunks)
 
-    def accumulate_as_training(self) -> None:
+    def accumulate_in_training_lane(self) -> None:
         """Gradients are added up where training computes, not in the lane of who has built this."""
-        with self.device.as_training():
+        with self.device.in_training_lane():
             stay = sum(megatron.renew_accumulators(chunk) for chunk in self.chunks)
         if stay and self.device.late:
             log.warning("gradients of %d parameters are added up in PREPARE's lane", stay)

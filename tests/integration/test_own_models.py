@@ -610,7 +610,7 @@ def test_gradients_are_added_up_by_nodes_that_are_new_and_once(device: Any) -> N
     for node in chunk.grad_accs:
         node.metadata["old"] = True
     del node
-    world.accumulate_as_training()
+    world.accumulate_in_training_lane()
     assert not any("old" in node.metadata for node in chunk.grad_accs)
     assert [node.variable for node in chunk.grad_accs] == [*chunk.parameters()]
     for one, other in zip(before, gradients(), strict=True):

@@ -59,8 +59,29 @@ def test_a_handoff_goes_through_in_whatever_order_devices_work(
     ended = run.hand_off(target)
     assert ended.outcome == "completed", ended.detail
     run.check(target.workers)
+    worlds: list[Any] = [run.seats[worker].trainer._world for worker in target.workers]
+    assert all(world.in_training_lane for world in worlds)
     dropped = {worker: seat.device.dropped_workspaces for worker, seat in run.seats.items()}
     assert dropped == dict.fromkeys({*TP.workers, *target.workers}, 1), "lanes come with handoffs"
+
+
+def test_who_must_not_rehearse_beside_training_hands_off_without(
+    run: LateRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rehearsed: list[int] = []
+    plain = LateWorld.warm_up
+
+    def warm_up(world: LateWorld, again: bool = True) -> None:
+        rehearsed.extend([world.worker] if world.generation == 2 else [])
+        plain(world, again)
+
+    monkeypatch.setattr(LateWorld, "allows_rehearsal_beside", False)
+    monkeypatch.setattr(LateWorld, "warm_up", warm_up)
+    run.begin()
+    ended = run.hand_off(MOVED)
+    assert ended.outcome == "completed", ended.detail
+    assert rehearsed == [2], "the joiner, which does not train yet"
+    run.check(MOVED.workers)
 
 
 # ---- each wait taken out once

@@ -114,10 +114,10 @@ def test_workspaces_of_products_are_dropped_on_a_gpu_alone(monkeypatch: pytest.M
 COMPILES = """
 import sys, threading
 import torch
-from liver_hpc.world.device import compile_in_threads
+from liver_hpc.world.device import allow_concurrent_compile
 
 if "in threads" in sys.argv:
-    compile_in_threads()
+    allow_concurrent_compile()
 traced, called = threading.Event(), threading.Event()
 
 def slow(values):
