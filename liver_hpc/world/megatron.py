@@ -140,7 +140,7 @@ def renew_accumulators(chunk: Any) -> int:
     and Megatron's DDP keeps each one (`grad_accs`), with the hook that adds to `main_grad` and
     starts reductions. For a world that is built beside training that is PREPARE's stream: whatever
     came there later, training would wait for. Returns of how many it stays, as some graph has
-    their nodes, too: of fp32 parameters the optimizer's views.
+    their nodes, too.
     """
     for node in chunk.grad_accs:
         node.metadata[_REPLACED] = True

@@ -39,25 +39,26 @@ def build(recipe: Recipe, chunks: Sequence[Any], groups: Any) -> Any:
     """The chained optimizer of a world's chunks."""
     options, train = recipe.config.optimizer, recipe.config.train
     bf16 = recipe.spec.parameter_bytes == 2
-    return get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=options.lr,
-            min_lr=options.min_lr,
-            weight_decay=options.weight_decay,
-            adam_beta1=options.beta1,
-            adam_beta2=options.beta2,
-            adam_eps=options.eps,
-            clip_grad=options.clip_grad,
-            bf16=bf16,
-            params_dtype=torch.bfloat16 if bf16 else torch.float32,
-            use_distributed_optimizer=True,
-            overlap_param_gather=train.overlap_param_gather,
-        ),
-        chunks,
-        use_gloo_process_groups=False,
-        pg_collection=groups,
-    )
+    with torch.no_grad():  # views of fp32 parameters with a graph would keep its first nodes
+        return get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=options.lr,
+                min_lr=options.min_lr,
+                weight_decay=options.weight_decay,
+                adam_beta1=options.beta1,
+                adam_beta2=options.beta2,
+                adam_eps=options.eps,
+                clip_grad=options.clip_grad,
+                bf16=bf16,
+                params_dtype=torch.bfloat16 if bf16 else torch.float32,
+                use_distributed_optimizer=True,
+                overlap_param_gather=train.overlap_param_gather,
+            ),
+            chunks,
+            use_gloo_process_groups=False,
+            pg_collection=groups,
+        )
 
 
 @contextmanager

@@ -589,10 +589,11 @@ def test_what_stand_ins_have_answered_in_a_rehearsal_is_not_remembered(
     world.close()
 
 
-def test_gradients_are_added_up_by_nodes_that_are_new_and_once(device: Any) -> None:
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_gradients_are_added_up_by_nodes_that_are_new_and_once(device: Any, dtype: str) -> None:
     """On a GPU a node works on the stream on which it came to be: PREPARE's, which is another
     one's after that."""
-    world = build_world(tiny_recipe(dtype="bf16"), device, "tp2")
+    world = build_world(tiny_recipe(dtype=dtype), device, "tp2")
     world.warm_up()
     (chunk,) = world.chunks
     generator = torch.Generator().manual_seed(1)
