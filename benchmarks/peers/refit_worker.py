@@ -103,7 +103,7 @@ def _world(recipe: Recipe, layout: Layout) -> Any:
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(layout.tp, layout.pp)
     tensor_parallel.model_parallel_cuda_manual_seed(recipe.config.train.seed)
-    module = filled_module(recipe, layout)
+    module, _ = filled_module(recipe, layout)
     for name, parameter in module.named_parameters():
         if "linear_fc1" in name and module.config.gated_linear_unit:
             # What refit asks of whoever builds a gated layer; 0.16 leaves it 1 and mixes halves.

@@ -64,7 +64,7 @@ class Training:
         self.recipe.open(directory)
         self._layout = Layout(1, 1, dist.get_world_size())
         self._at = self._layout.coordinate(dist.get_rank())
-        self.module = filled_module(self.recipe, self._layout)
+        self.module, _ = filled_module(self.recipe, self._layout)
         options = config.optimizer
         self.optimizer = torch.optim.AdamW(
             self.module.parameters(),

@@ -67,8 +67,12 @@ class _Loop:
         self._dp = layout.dp
         self._layout, self._at = layout, layout.coordinate(torch.distributed.get_rank())
         self._dp_group = parallel_state.get_data_parallel_group()
-        self._model = _wrapped(filled_module(recipe, layout).to(device))
+        module, mains = filled_module(recipe, layout)
+        self._model = _wrapped(module.to(device))
         self._optimizer, self._scheduler = _optimizer_of(recipe.config, self._model)
+        for parameter, main in mains.items():  # else they are the parameters, rounded
+            if len(main):
+                parameter.main_param.copy_(main)
         self._forward_backward = get_forward_backward_func()
         self._seq_length = recipe.hidden_shape()[0] if layout.pp > 1 else 1
 
@@ -108,8 +112,9 @@ class _Loop:
         return float(mean) / self._dp
 
 
-def filled_module(recipe: Recipe, layout: Layout) -> Any:
-    """The recipe's module at this rank's seat, with the values that a run starts with."""
+def filled_module(recipe: Recipe, layout: Layout) -> tuple[Any, dict[Any, Any]]:
+    """The recipe's module at this rank's seat, with the values that a run starts with; and in low
+    precision those of the optimizer's copies, by parameter."""
     import torch
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -121,17 +126,17 @@ def filled_module(recipe: Recipe, layout: Layout) -> Any:
     module = recipe.build(BuildContext(layout, at, groups))
     complete_for_schedules(module)
     shards = stage_shards(recipe.spec, layout, at.pp)
-    indices, held = recipe.spec.held_tensors(layout, at), {}
+    indices, held, mains = recipe.spec.held_tensors(layout, at), {}, {}
     for index, parameter in zip(indices, module.parameters(), strict=True):
         mark_tensor_parallel(parameter, recipe.spec.tensors[index])
         interval = shards.interval(index, at.replica)
         optimizer = {}
         if not recipe.spec.main_is_parameter:  # the loop's optimizer takes the parameters again
-            optimizer[MAIN] = torch.empty(interval[1] - interval[0])
+            optimizer[MAIN] = mains[parameter] = torch.empty(interval[1] - interval[0])
         held[index] = HeldTensor(parameter.data, interval, optimizer)
     state = WorldState(recipe.spec, layout, at, held)
     state.initialize(recipe.initial, recipe.config.train.seed)
-    return module
+    return module, mains
 
 
 def _wrapped(module: Any) -> Any:

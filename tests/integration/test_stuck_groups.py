@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from liver_hpc.errors import TransferError
 from tests.integration.processes import WorkerProcess, closable, run_workers
@@ -15,6 +16,8 @@ from tests.integration.random_tokens import tiny_recipe
 from tests.integration.toys import build_world
 
 GIVES_UP_S, AT_ONCE_S = 20.0, 1.0
+
+of_gloo = pytest.mark.skipif(torch.cuda.is_available(), reason="gloo's, of memory of the host")
 
 
 def _await_all(process: WorkerProcess, workers: int) -> None:
@@ -27,7 +30,6 @@ def _await_all(process: WorkerProcess, workers: int) -> None:
 def _wait_in_groups(process: WorkerProcess) -> dict[str, float]:
     """The first worker waits in two groups that the second one is in, and never comes. How long it
     waited, by group, when its second world was aborted in vain and in earnest."""
-    import torch
 
     from liver_hpc.world.groups import GroupBook
 
@@ -71,7 +73,6 @@ BIG_BYTES, RUN_S = 1 << 30, 60.0
 def _lose_the_peer(process: WorkerProcess, wants: str) -> float:
     """The second worker is gone in the middle of what crosses. How long the first one waited since,
     until it failed and had closed its groups."""
-    import torch
 
     from liver_hpc.clock import Deadline, SystemClock
     from liver_hpc.transport import gloo_waits
@@ -111,6 +112,7 @@ def _lose_the_peer(process: WorkerProcess, wants: str) -> float:
     return time.monotonic() - began_s
 
 
+@of_gloo
 @pytest.mark.parametrize("wants", ["sends", "receives", "reduces", "wire"])
 def test_what_is_crossing_when_a_connection_breaks_is_not_waited_for(
     wants: str, tmp_path: Path
@@ -122,7 +124,6 @@ def test_what_is_crossing_when_a_connection_breaks_is_not_waited_for(
 
 def _lose_one_of_two_peers(process: WorkerProcess) -> float:
     """As "wire" above, but nobody here closes anything, and a third worker stays."""
-    import torch
 
     from liver_hpc.clock import Deadline, SystemClock
     from liver_hpc.transport.wire import GlooWire, Parcel
@@ -147,6 +148,7 @@ def _lose_one_of_two_peers(process: WorkerProcess) -> float:
     return waited_s
 
 
+@of_gloo
 def test_a_message_ends_with_the_connection_that_it_crosses(tmp_path: Path) -> None:
     waited_s, *_ = run_workers(_lose_one_of_two_peers, 3, tmp_path)
     assert waited_s < RUN_S / 3
@@ -155,7 +157,6 @@ def test_a_message_ends_with_the_connection_that_it_crosses(tmp_path: Path) -> N
 def _wait_for_what_gloo_forgot(process: WorkerProcess) -> tuple[float, float]:
     """As where gloo has taken an operation off its lists: nobody ends it. How long the first worker
     waited in a collective, and closed its groups."""
-    import torch
 
     from liver_hpc.transport import gloo_sockets, gloo_waits
     from liver_hpc.world.groups import GroupBook
@@ -180,6 +181,7 @@ def _wait_for_what_gloo_forgot(process: WorkerProcess) -> tuple[float, float]:
     return waited_s, time.monotonic() - began_s - waited_s
 
 
+@of_gloo
 def test_a_collective_that_never_ends_is_neither_waited_for_nor_in_the_way(tmp_path: Path) -> None:
     (waited_s, closed_s), _ = run_workers(_wait_for_what_gloo_forgot, 2, tmp_path)
     assert waited_s < 3.0
