@@ -41,7 +41,7 @@ from liver_hpc.world.context import WorkerContext
 from liver_hpc.world.device import Room
 from liver_hpc.world.groups import GroupBook
 from liver_hpc.world.state import WorldState
-from liver_hpc.world.world import Flags, Gradients, StepResult
+from liver_hpc.world.steps import Flags, Gradients, StepResult
 from tests.late_device import LateDevice, LateGroup, LateNetwork, Machines, Work
 from tests.unit.layout.models import TIED
 from tests.unit.world.test_state import numbers, state_at

@@ -40,7 +40,8 @@ from liver_hpc.protocol.messages import ClassDigest
 from liver_hpc.recipes.specs import load_run_recipe
 from liver_hpc.world import megatron
 from liver_hpc.world.device import Device, Network
-from liver_hpc.world.world import Flags, StepResult, World
+from liver_hpc.world.steps import Flags, StepResult
+from liver_hpc.world.world import World
 
 # Any: torch's stubs do not export what is public.
 dist: Any = importlib.import_module("torch.distributed")

@@ -25,7 +25,8 @@ from liver_hpc.world.context import WorkerContext
 from liver_hpc.world.derive import Derivation
 from liver_hpc.world.device import Device, Network
 from liver_hpc.world.groups import install_sentinel
-from liver_hpc.world.world import Flags, World
+from liver_hpc.world.steps import Flags
+from liver_hpc.world.world import World
 
 STEPS = 2
 """That a world has trained before what it holds is looked at."""

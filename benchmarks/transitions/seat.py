@@ -26,7 +26,8 @@ from liver_hpc.world import megatron
 from liver_hpc.world.derive import Derivation
 from liver_hpc.world.device import Device, Network
 from liver_hpc.world.groups import Group, install_sentinel
-from liver_hpc.world.world import Flags, World
+from liver_hpc.world.steps import Flags
+from liver_hpc.world.world import World
 
 COLLECTIVE_S = 60.0
 """The longest that a worker waits for another one inside a group."""

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.transitions import seat
 from liver_hpc.layout.coordinates import RankMap
-from liver_hpc.world.world import Flags
+from liver_hpc.world.steps import Flags
 
 dist: Any = importlib.import_module("torch.distributed")  # its stubs know few of its names
 

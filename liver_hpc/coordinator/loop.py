@@ -11,7 +11,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 
 from liver_hpc.clock import Deadline
@@ -29,20 +29,18 @@ from liver_hpc.coordinator.connections import (
     Inbox,
     InboxEvent,
     Met,
-    Peer,
     PeerRegistry,
     Said,
 )
+from liver_hpc.coordinator.hearing import Hearing, Words
 from liver_hpc.coordinator.performer import Performer, Services
 from liver_hpc.coordinator.progress import Progress
 from liver_hpc.coordinator.store import StoreService
 from liver_hpc.coordinator.stragglers import Stragglers
 from liver_hpc.coordinator.takeover import Left
-from liver_hpc.errors import LiverError, ProtocolError
-from liver_hpc.host.version import version_fault
+from liver_hpc.errors import LiverError
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.events import WorldRef
-from liver_hpc.rendezvous.channel import ITSELF, Channel, ChannelClosed, Part
 from liver_hpc.rendezvous.conversation import Conversation
 from liver_hpc.rendezvous.server import ControlServer
 from liver_hpc.run import actions as a
@@ -114,6 +112,18 @@ class Coordinator:
         )
         self._performer = Performer(
             services, self._registry, self._agents, self._store, self._checkpoints
+        )
+        self._hearing = Hearing(
+            config,
+            epoch.number,
+            self.core,
+            self._registry,
+            self._agents,
+            self._progress,
+            self._stragglers,
+            self._checkpoints,
+            services.pool,
+            self._feed,
         )
         self._journal = services.open_journal(self._inbox.put, epoch)
         self._held: deque[tuple[int, list[a.Action]]] = deque()
@@ -216,7 +226,7 @@ class Coordinator:
         self._feed(e.TookOver(self._epoch.number, os.getpid(), socket.gethostname()))
         self._checkpoints.take_over(lambda generation: self.core.world_of(generation) is not None)
         for message in left.saved:
-            self._saved_or_restored(message)
+            self._hearing.saved_or_restored(message)
         self._take_back(left)
         limit = Deadline.after(self._clock, self._config.deadlines.coordinator_s, "who was left")
         while self._may_still_call() and not limit.expired():
@@ -292,9 +302,9 @@ class Coordinator:
     def _dispatch(self, event: InboxEvent) -> None:
         match event:
             case Called():
-                self._called(event.channel, event.calls)
+                self._hearing.called(event.channel, event.calls)
             case Said():
-                self._said(event)
+                self._hearing.said(event)
             case Closed():  # who lives calls again
                 self._registry.lost(event.channel, event.reason)
             case Met():
@@ -328,7 +338,7 @@ class Coordinator:
             self._registry.tell_what_is_safe()
         self._store.expire()
         self._look_at_agents()
-        self._look_at_the_away()
+        self._hearing.look_at_the_away()
         self._feed(e.Tick())
         for found in self._stragglers.look():
             self._feed(found)
@@ -354,17 +364,17 @@ class Coordinator:
             reason = f"silent for {limit_s:g} s"
             if isinstance(peer, int):
                 if self.core.agents.agent_of(peer):  # else it was told to go
-                    self._worker_gone(peer, reason)
+                    self._hearing.worker_gone(peer, reason)
             else:
                 for worker in self._registry.workers_of(peer):
-                    self._worker_gone(worker, f"its agent {peer} is {reason}")
+                    self._hearing.worker_gone(worker, f"its agent {peer} is {reason}")
 
     def _look_at_progress(self) -> None:
         held_up = self._progress.held_up(self.core)
         self._feed(held_up)
         if held_up is not None and self._config.deadlines.step_s is not None:
             for worker in held_up.workers:
-                self._worker_gone(worker, f"it holds the others up: {held_up.text}")
+                self._hearing.worker_gone(worker, f"it holds the others up: {held_up.text}")
 
     def _look_at_agents(self) -> None:
         """Tells the core of agents that have ended, and of a rendezvous that nobody can come to."""
@@ -381,7 +391,7 @@ class Coordinator:
 
     # ---- the core
 
-    def _feed(self, event: e.Event | None, said: Sequence[tuple[int, int]] = ()) -> None:
+    def _feed(self, event: e.Event | None, *said: Words) -> None:
         """What has happened, if anything, into the core; what that decides is performed once the
         journal has it. said: which workers' words it is, and their numbers."""
         if event is None:
@@ -429,180 +439,6 @@ class Coordinator:
             for action in actions:
                 self._feed(self._performer.perform(action))
 
-    # ---- connections
-
-    def _called(self, channel: Channel, calls: m.Calls) -> None:
-        if calls.epoch > self._epoch.number:
-            raise Superseded(self._epoch.number)
-        refused = version_fault(calls.version, f"agent {calls.agent}")
-        if calls.agent not in self._registry:
-            if not self._agents.expects(calls.agent):
-                refused = "it is not expected"
-            elif calls.epoch == self._epoch.number:
-                # What either has said to the other is not known any more.
-                refused = "it was given up"
-        if refused:
-            log.warning("%s is told to end: %s", channel.peer, refused)
-            with suppress(ChannelClosed):
-                channel.send(m.Exit(reason=refused))
-            channel.close()
-            return
-        for worker in calls.workers:
-            if worker not in self._registry and self.core.expects(worker):
-                self._registry.add(worker, calls.agent)
-        self._registry.connect(channel, calls, self._epoch.number)
-        self._agents.called(calls.agent, calls.launches)
-
-    def _said(self, said: Said) -> None:
-        """What has come at once; what workers say of a handoff is one event."""
-        agent = self._registry.agent_at(said.channel)
-        if agent is None:
-            return  # somebody who was struck off
-        together: list[tuple[m.OfManyAtOnce, int]] = []
-        for part, message in said.came:
-            peer = agent if part.who == ITSELF else part.who
-            if not self._is_new(peer, agent, part, message) or message is None:
-                continue
-            if isinstance(message, m.OfManyAtOnce) and message.worker == peer:
-                self._log_times(message)
-                together.append((message, part.number))
-                continue
-            self._feed_together(together)
-            if isinstance(peer, int):
-                self._worker_said(peer, message, part.number)
-            else:
-                self._registry.is_safe(peer, part.number)
-                self._agent_said(peer, message)
-        self._feed_together(together)
-
-    def _is_new(self, peer: Peer, agent: str, part: Part, message: m.AnyMessage | None) -> bool:
-        """Whether a part is to be looked at; of who breaks the rules nothing is any more."""
-        if peer not in self._registry and not self._is_first_word(peer, agent, message):
-            return False
-        try:
-            return self._registry.take(peer, part)
-        except ProtocolError as error:
-            log.error("agent %s: %s", agent, error)
-            self._registry.drop(peer, str(error))
-            if isinstance(peer, int):
-                self._worker_gone(peer, str(error))
-            return False
-
-    def _feed_together(self, said: list[tuple[m.OfManyAtOnce, int]]) -> None:
-        """Once; the list is empty afterwards."""
-        if said:
-            self._progress.moved()
-        if len(said) == 1:
-            ((message, number),) = said
-            self._feed(message, ((message.worker, number),))
-        elif said:
-            messages, numbers = zip(*said, strict=True)
-            words = tuple((message.worker, number) for message, number in said)
-            self._feed(e.SaidTogether(messages, numbers), words)
-        said.clear()
-
-    def _is_first_word(self, peer: Peer, agent: str, message: m.AnyMessage | None) -> bool:
-        """Of a worker that is expected, whose conversation begins; another one is told to go."""
-        if not isinstance(peer, int) or agent not in self._registry:
-            return False  # an agent that was dropped just now, or a worker that it speaks for
-        if self.core.expects(peer) and isinstance(message, m.Hello):
-            self._registry.add(peer, agent)
-            return True
-        self._registry.turn_away(agent, peer, "it is not expected")
-        return False
-
-    def _agent_said(self, agent: str, message: m.AnyMessage) -> None:
-        match message:
-            case m.AgentHello(agent=said_by) if said_by == agent:
-                self._agents.listens(agent)
-                listens = e.AgentListens(agent, message.host, message.pid)
-                self._feed(listens)
-            case m.Warned(agent=said_by) if said_by == agent:
-                self._agent_warned(message)
-            case m.LaunchEnded(agent=said_by) if said_by == agent:
-                self._agents.heard(message)
-            case m.WorkerEnded(agent=said_by) if said_by == agent:
-                self._worker_gone(message.worker, message.how)
-            case _:
-                log.warning("agent %s: unexpected %s", agent, message)
-                self._registry.drop(agent, "it has said what agents do not say")
-
-    def _agent_warned(self, message: m.Warned) -> None:
-        """The pool finds out what the signal announces."""
-        node = self._agents.node_of(message.agent)
-        log.warning("agent %s got %s on %s", message.agent, message.signal, node or "its node")
-        if node:
-            self._services.pool.warned(node, f"SIG{message.signal}", message.at_s)
-
-    def _worker_said(self, worker: int, message: m.AnyMessage, number: int) -> None:
-        if getattr(message, "worker", None) != worker:
-            self._feed(e.ShellFailed(f"worker {worker} sent {message}"))
-            return
-        if isinstance(message, m.Heartbeat):
-            self._progress.beat(message)
-            self._stragglers.beat(message)
-            return
-        self._progress.moved()
-        match message:
-            case m.Progress():
-                self.core.handoffs.progress(message)
-            case m.Hello() if not self.core.expects(worker):
-                self._registry.drop(worker, "it is not expected")
-            case m.Hello():
-                took = ", ".join(f"{part} {s:.2f} s" for part, s in message.boot_timings_s.items())
-                log.info("worker %d on %s has booted: %s", worker, message.host, took)
-                self._feed(message, ((worker, number),))
-            case m.Finished():
-                # What it has saved has come to something by then; nobody trains any more.
-                self._feed_all(self._checkpoints.settle(self._config.deadlines.boundary_s))
-                self._feed(message, ((worker, number),))
-            case m.Saved() | m.Restored() | m.NotRestored():
-                self._feed(message, ((worker, number),))
-                self._saved_or_restored(message)
-            case _ if isinstance(message, e.FromWorker):
-                self._feed(message, ((worker, number),))
-            case _:
-                self._feed(e.ShellFailed(f"worker {worker}: unexpected {message.type}"))
-
-    def _look_at_the_away(self) -> None:
-        """Gives up who has not called again in time, or never will."""
-        limits = self._config.deadlines
-        for peer, reason in self._registry.away().items():
-            if isinstance(peer, str):
-                if self._registry.away_s(peer) > limits.coordinator_s:
-                    self._registry.drop(peer, reason)
-                continue
-            agent = self.core.agents.agent_of(peer)
-            late = self._registry.away_s(peer) > limits.heartbeat_s
-            if late or not agent or not self._agents.lives(agent):
-                self._worker_gone(peer, reason)
-
-    def _worker_gone(self, worker: int, reason: str) -> None:
-        self._registry.drop(worker, reason)
-        self._feed(e.WorkerGone(worker, reason))
-
-    def _log_times(self, message: m.OfManyAtOnce) -> None:
-        if not isinstance(message, m.Prepared | m.Vote | m.FirstStep):
-            return
-        if message.timings_s and log.isEnabledFor(logging.INFO):
-            timings_s = message.timings_s.items()
-            took = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in timings_s)
-            log.info("worker %d %s: %s", message.worker, message.type, took)
-
-    # ---- checkpoints
-
-    def _saved_or_restored(self, message: m.Saved | m.Restored | m.NotRestored) -> None:
-        """A worker's part is on disk, or could not be written; or it holds what it read there, or
-        could not read it."""
-        generation = message.generation
-        world = self.core.world_of(generation)
-        if world is None:
-            log.warning("worker %d %s generation %d", message.worker, message.type, generation)
-        elif isinstance(message, m.Saved):
-            self._checkpoints.saved(message, world)
-        else:
-            self._checkpoints.restored(message, world.rank_map)
-
     # ---- operators
 
     def _asked(self, asked: Asked) -> None:
@@ -637,7 +473,7 @@ class Coordinator:
         event = self._inbox.get(TICK_S)
         if event is not None:
             self._dispatch(event)
-        self._look_at_the_away()
+        self._hearing.look_at_the_away()
         self._registry.flush()
 
     def _working(self) -> bool:

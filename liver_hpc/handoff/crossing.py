@@ -25,7 +25,8 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.transport.moved import Moved
 from liver_hpc.world import hollow
 from liver_hpc.world.context import FAILURES
-from liver_hpc.world.world import Flags, Gradients, StepResult, World
+from liver_hpc.world.steps import Flags, Gradients, StepResult
+from liver_hpc.world.world import World
 
 PROGRESS_INTERVAL_S = 0.1
 """At most one progress message in this time: they are sent inside the pause."""

@@ -29,8 +29,9 @@ from liver_hpc.snapshot.memory import Snapshot, SnapshotState
 from liver_hpc.world.context import WorkerContext
 from liver_hpc.world.host_memory import MemoryPool
 from liver_hpc.world.state import WorldState
+from liver_hpc.world.steps import StepResult
 from liver_hpc.world.store import ControlStore
-from liver_hpc.world.world import StepResult, World
+from liver_hpc.world.world import World
 
 log = logging.getLogger(__name__)
 

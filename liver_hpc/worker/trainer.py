@@ -26,8 +26,9 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.worker.holder import NO_WORLD, LeftWorld, WorldHolder
 from liver_hpc.world.context import FAILURES, WorkerContext
 from liver_hpc.world.state import WorldState
+from liver_hpc.world.steps import Flags, StepResult
 from liver_hpc.world.untouched import Kept
-from liver_hpc.world.world import Flags, StepResult, World
+from liver_hpc.world.world import World
 
 log = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ its real module with the result.
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -304,3 +305,9 @@ def _refusal(refused: dict[str, str], layout: Layout) -> Iterator[None]:
         yield
     except MODELS_ERRORS as error:
         refused[str(layout)] = str(error) or type(error).__name__
+
+
+@functools.cache
+def derivation_of(recipe: Recipe, worker: int) -> Derivation:
+    """Of a process's recipe."""
+    return Derivation(recipe, worker)

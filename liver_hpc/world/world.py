@@ -6,18 +6,13 @@ import gc
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
-from functools import cache, partial, wraps
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-)
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import (
     forward_backward_no_pipelining,
@@ -25,12 +20,11 @@ from megatron.core.pipeline_parallel.schedules import (
     forward_backward_pipelining_without_interleaving,
 )
 
-from liver_hpc.errors import ConfigError, PlanError, TransferError
-from liver_hpc.layout.batch import share_of
+from liver_hpc.errors import PlanError, TransferError
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.layout.ramp import samples_before, schedule_steps
 from liver_hpc.protocol.messages import ScalarState
-from liver_hpc.recipes.base import Recipe
+from liver_hpc.recipes.base import BuildContext, Recipe
 from liver_hpc.transport import gloo_waits
 from liver_hpc.world import (
     buffers,
@@ -42,72 +36,23 @@ from liver_hpc.world import (
     rehearsed,
     thread,
 )
-from liver_hpc.world.derive import Derivation, build_chunks
+from liver_hpc.world.batches import Batches
+from liver_hpc.world.chunks import wrapped
 from liver_hpc.world.device import Device
 from liver_hpc.world.evaluate import undisturbed
 from liver_hpc.world.forget import clear_caches, forget
 from liver_hpc.world.forward_times import new_timer
 from liver_hpc.world.groups import GroupBook
-from liver_hpc.world.read_ahead import ReadAhead
 from liver_hpc.world.rehearsed import Shapes
 from liver_hpc.world.state import HeldTensor, WorldState
+from liver_hpc.world.steps import Flags, Gradients, StepResult
 from liver_hpc.world.thread import MicroBatch
 from liver_hpc.world.untouched import Kept, untouched
-from liver_hpc.world.verified import verified_tensors
 
 log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class Flags(NamedTuple):
-    """What one worker tells the others at the end of a step: it is armed, it was asked to stop, the
-    last snapshot is complete here, and what that took, in steps, or it has failed here; it would
-    have a checkpoint now."""
-
-    ready: bool = False
-    stop: bool = False
-    snapshot: bool = False
-    snapshot_steps: float = 0.0
-    snapshot_failed: bool = False
-    checkpoint: bool = False
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What all workers of a world know after a step. ready, stop, snapshot, snapshot_failed,
-    checkpoint: how many raised that flag. snapshot_steps: summed. metrics: what the recipe told
-    beside the loss."""
-
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    ready: int
-    stop: int
-    snapshot: int = 0
-    snapshot_steps: float = 0.0
-    snapshot_failed: int = 0
-    checkpoint: int = 0
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """What a pass over micro-batches gave on this worker: the sum of their losses, each times what
-    it weighs, and the sum of what they weigh: 1, or its tokens where the recipe tells them. Both
-    are 0 except on the last stage's first tensor-parallel rank; what they weigh is on the first
-    context-parallel rank alone. metrics: the same two sums of whatever else the recipe told."""
-
-    loss_sum: float
-    weight: float
-    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-
-
-@cache
-def derivation_of(recipe: Recipe, worker: int) -> Derivation:
-    """Of a process's recipe."""
-    return Derivation(recipe, worker)
 
 
 def _in_its_groups(method: Callable[P, R]) -> Callable[P, R]:
@@ -158,12 +103,6 @@ class World:
         self.device = device
         self.worker = worker
         self.taken: frozenset[int] = frozenset()
-        reads = type(recipe).fetch is not Recipe.fetch
-        self._ahead = ReadAhead(
-            self._fetch,
-            recipe.config.train.read_ahead if reads else 0,
-        )
-        self._next: tuple[int, list[MicroBatch]] = (-1, [])  # a step, and what it computes
         self._uncounted = 0  # steps that Adam has not counted, where nothing is trained here
         gathers = recipe.config.train.overlap_param_gather
         self.forward_times = new_timer(device.torch_device, skips_first=gathers)
@@ -180,11 +119,15 @@ class World:
 
     def _build(self) -> None:
         experts.redirect()
-        self.groups = megatron.group_collection(self.rank_map, self.at, self.book)
+        recipe, layout, at = self.recipe, self.rank_map.layout, self.at
+        self.groups = megatron.group_collection(self.rank_map, at, self.book)
+        self.batches = Batches(recipe, layout, at, self.groups)
         with thread.rehearsal(), thread.groups_in_use(self.groups):
-            self.chunks = self._build_chunks()
+            seat = BuildContext(layout, at, self.groups)
+            built = wrapped(recipe, seat, self.device.torch_device, self.worker, self._allocating)
+            self.chunks, self.tensors, self._buffers = built
             with self._allocating():
-                self.optimizer = optimizer.build(self.recipe, self.chunks, self.groups)
+                self.optimizer = optimizer.build(recipe, self.chunks, self.groups)
         self.optimizers = [
             one for one in self.optimizer.chained_optimizers if one.optimizer is not None
         ]
@@ -194,51 +137,6 @@ class World:
         self._schedule = self._build_schedule()
         self._metrics: tuple[str, ...] = ()  # names that all workers know
         self.refresh_state()
-
-    def _build_chunks(self) -> list[DistributedDataParallel]:
-        recipe, layout, at, groups = self.recipe, self.rank_map.layout, self.at, self.groups
-        built = build_chunks(recipe, layout, at, groups)
-        modules = []
-        for module in built:
-            module.to(self.device.torch_device)
-            megatron.complete_for_schedules(module)
-            megatron.begin_gradients_at_layers(module)
-            dropout.seed_at_layers(module, recipe.config.train.seed, at.tp)
-            experts.prepare(module)
-            modules.append(megatron.in_low_precision(module))
-        frame = derivation_of(recipe, self.worker).frame
-        self.tensors = verified_tensors(recipe.spec, layout, at, built, groups, frame)
-        for index, tensor in self.tensors.items():
-            megatron.mark_tensor_parallel(tensor, recipe.spec.tensors[index])
-        places = {id(place.tensor): place for place in buffers.all_buffers(built)}
-        self._buffers = {
-            index: places[id(tensor)]
-            for index, tensor in self.tensors.items()
-            if id(tensor) in places
-        }
-        train = recipe.config.train
-        options = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=True,
-            overlap_grad_reduce=train.overlap_grad_reduce,
-            overlap_param_gather=train.overlap_param_gather,
-            bucket_size=train.bucket_elements,
-            check_for_nan_in_grad=recipe.checks_gradients(),
-        )
-        with self._allocating():
-            chunks = [
-                DistributedDataParallel(
-                    module.config,
-                    options,
-                    module,
-                    disable_bucketing=number > 0,
-                    pg_collection=groups,
-                )
-                for number, module in enumerate(modules)
-            ]
-        for chunk in chunks:
-            megatron.configure_for_schedules(chunk.config, chunks, layout)
-        return chunks
 
     def _build_schedule(self) -> Any:
         layout = self.rank_map.layout
@@ -330,7 +228,7 @@ class World:
         The world must not be used any more. Peers that are blocked in a collective of one of its
         groups fail promptly, because nothing here holds the group's connections any longer.
         """
-        self._ahead.close()
+        self.batches.close()
         self._end_reductions()
         _free_gradients(self.chunks, spared)
         forget(self.chunks, self.groups)
@@ -370,25 +268,8 @@ class World:
         self.gradients_are_clear = False
         self.optimizer.zero_grad()
         if most is None:
-            return self._compute(self._of_step(step))
-        return self._compute(self._micro_batches_of(step)[:most])
-
-    def _of_step(self, step: int) -> list[MicroBatch]:
-        """What it computes here; it and what the next step does begin to be read."""
-        known, found = self._next
-        if known != step:
-            found = self._micro_batches_of(step)
-            self._ahead.want(found)
-        following = step + 1
-        if following < self.recipe.config.train.steps:
-            self._next = following, self._micro_batches_of(following)
-            self._ahead.want(self._next[1])
-        return found
-
-    def _fetch(self, samples: Sequence[Any]) -> Any:
-        """From the read-ahead thread, or the one that computes, of this world or of another."""
-        with self.recipe.reading, thread.groups_in_use(self.groups):
-            return self.recipe.fetch(samples, layout=self.rank_map.layout, at=self.at)
+            return self._compute(self.batches.begin(step))
+        return self._compute(self.batches.of_step(step)[:most])
 
     @_in_its_groups
     def evaluate(self, numbers: Iterable[int]) -> float:
@@ -400,7 +281,7 @@ class World:
             for number in numbers:
                 batch = self.recipe.validation_batch(number)
                 first = number * self.recipe.config.train.global_batch
-                found = self._compute(self._micro_batches(batch, first), forward_only=True)
+                found = self._compute(self.batches.part_of(batch, first), forward_only=True)
                 loss_sum, weight = loss_sum + found.loss_sum, weight + found.weight
         loss_sum, weight = self._summed(loss_sum, weight)
         return loss_sum / weight if weight else math.nan
@@ -410,7 +291,7 @@ class World:
     ) -> Gradients:
         """Takes micro-batches through Megatron's schedule. Collective."""
         config, layout = self.recipe.config.train, self.rank_map.layout
-        iterators = itertools.tee(self._ahead.read(micro_batches), len(self.chunks))
+        iterators = itertools.tee(self.batches.read(micro_batches), len(self.chunks))
         losses: list[metrics.Reported] = []
         self.forward_times.begin_batch(trains=not (forward_only or thread.here.rehearsing))
         try:
@@ -460,40 +341,6 @@ class World:
             return (loss if micro_batch.weight == 1.0 else loss * micro_batch.weight), reported
 
         return output, weighted
-
-    def _micro_batches_of(self, step: int) -> list[MicroBatch]:
-        """This rank's part of global batch `step`. Raises ConfigError where the recipe gives more
-        samples than that has, or fewer."""
-        recipe = self.recipe
-        batch, numbers = recipe.batch(step), recipe.sample_numbers(step)
-        if len(batch) != len(numbers):
-            raise ConfigError(
-                f"recipe {type(recipe).__name__}: batch({step}) gives {len(batch)} samples, the "
-                f"global batch of that step has {len(numbers)} (`Recipe.sample_numbers`)"
-            )
-        return self._micro_batches(batch, numbers.start)
-
-    def _micro_batches(self, batch: Sequence[Any], first_sample: int) -> list[MicroBatch]:
-        """This rank's part of a global batch (layout/batch.py), whose first sample has that number
-        in the run."""
-        layout, size = self.rank_map.layout, self.recipe.config.train.micro_batch
-        together = self.recipe.loss_communicates
-        share = share_of(len(batch) // size, layout, layout.dp_rank(self.at), together)
-        found = []
-        for place in range(share.computed):
-            padding = place >= len(share.numbers)
-            first = size * share.numbers[0 if padding else place]
-            weight = 0.0 if padding else share.weight
-            found.append(
-                MicroBatch(
-                    batch[first : first + size],
-                    first_sample + first,
-                    weight,
-                    padding,
-                    aux_scale=weight * layout.cp / share.computed,
-                )
-            )
-        return found
 
     @_in_its_groups
     def update(self, step: int) -> tuple[float, float]:

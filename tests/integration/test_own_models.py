@@ -360,7 +360,7 @@ def test_samples_are_read_by_one_thread_at_a_time_in_the_groups_of_their_world(
 
     def read(world: Any) -> None:
         met.wait(10.0)
-        world._fetch([0])
+        world.batches.fetch([0])
 
     others = [threading.Thread(target=read, args=(world,)) for world in worlds]
     for one in others:

@@ -113,7 +113,7 @@ def check_there_and_back(answers: list[dict[str, Any]]) -> None:
 
 
 def _steps(world: Any, steps: range) -> list[Any]:
-    from liver_hpc.world.world import Flags
+    from liver_hpc.world.steps import Flags
 
     return [world.agree(*world.train_step(step), Flags()) for step in steps]
 

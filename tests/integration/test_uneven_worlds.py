@@ -40,7 +40,8 @@ def trained(
 ) -> list[Losses | None]:
     """Loss and gradient norm of each step in one layout after the other; None where this worker
     has no seat."""
-    from liver_hpc.world.world import Flags, World
+    from liver_hpc.world.steps import Flags
+    from liver_hpc.world.world import World
 
     found: list[Losses | None] = []
     for generation, text in enumerate(layouts):
@@ -99,7 +100,7 @@ def unweighed(process: WorkerProcess, *arguments: Any) -> list[Losses | None]:
     def share(*of: Any) -> Any:
         return share_of(*of)._replace(weight=1.0)
 
-    with mock.patch("liver_hpc.world.world.share_of", share):
+    with mock.patch("liver_hpc.world.batches.share_of", share):
         return trained(process, *arguments)
 
 
@@ -112,7 +113,7 @@ def test_without_their_weights_uneven_batches_would_give_another_gradient(tmp_pa
 
 def metrics_of(process: WorkerProcess, layouts: list[str]) -> list[list[dict[str, float]]]:
     """Metrics, and the loss, of two steps in each layout; empty where this worker has no seat."""
-    from liver_hpc.world.world import Flags
+    from liver_hpc.world.steps import Flags
 
     found = []
     for generation, layout in enumerate(layouts):

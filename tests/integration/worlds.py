@@ -114,7 +114,7 @@ def move(
 
 def train(world: Any, steps: Iterable[int]) -> list[tuple[float, float]]:
     """Loss and gradient norm of steps."""
-    from liver_hpc.world.world import Flags
+    from liver_hpc.world.steps import Flags
 
     results = [world.agree(*world.train_step(step), Flags()) for step in steps]
     return [(result.loss, result.grad_norm) for result in results]

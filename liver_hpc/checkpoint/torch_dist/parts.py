@@ -33,9 +33,9 @@ from liver_hpc.layout.tensors import MAIN, PARAMETER
 from liver_hpc.protocol.messages import ScalarState
 from liver_hpc.recipes.base import Recipe
 from liver_hpc.world import thread
-from liver_hpc.world.derive import Stored
+from liver_hpc.world.derive import Stored, derivation_of
 from liver_hpc.world.state import WorldState
-from liver_hpc.world.world import World, derivation_of
+from liver_hpc.world.world import World
 
 
 def stored_by(world: World, content: Mapping[str, Any]) -> Stored:

@@ -22,7 +22,7 @@ from liver_hpc.snapshot import keeping
 from liver_hpc.snapshot.keeping import Flag, Snapshots
 from liver_hpc.snapshot.memory import Snapshot
 from liver_hpc.world.device import Device
-from liver_hpc.world.world import StepResult
+from liver_hpc.world.steps import StepResult
 from tests.unit.layout.models import TIED
 from tests.unit.snapshot.states import CPU, SCALARS, filled
 

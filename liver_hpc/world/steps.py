@@ -1,0 +1,50 @@
+"""What the workers of a world tell one another of a step, and what they know after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Flags(NamedTuple):
+    """What one worker tells the others at the end of a step: it is armed, it was asked to stop, the
+    last snapshot is complete here, and what that took, in steps, or it has failed here; it would
+    have a checkpoint now."""
+
+    ready: bool = False
+    stop: bool = False
+    snapshot: bool = False
+    snapshot_steps: float = 0.0
+    snapshot_failed: bool = False
+    checkpoint: bool = False
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What all workers of a world know after a step. ready, stop, snapshot, snapshot_failed,
+    checkpoint: how many raised that flag. snapshot_steps: summed. metrics: what the recipe told
+    beside the loss."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    ready: int
+    stop: int
+    snapshot: int = 0
+    snapshot_steps: float = 0.0
+    snapshot_failed: int = 0
+    checkpoint: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What a pass over micro-batches gave on this worker: the sum of their losses, each times what
+    it weighs, and the sum of what they weigh: 1, or its tokens where the recipe tells them. Both
+    are 0 except on the last stage's first tensor-parallel rank; what they weigh is on the first
+    context-parallel rank alone. metrics: the same two sums of whatever else the recipe told."""
+
+    loss_sum: float
+    weight: float
+    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
