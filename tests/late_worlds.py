@@ -185,7 +185,7 @@ class LateWorld:
         self._closed = True
         self.book.close()
 
-    def abandon(self) -> WorldState:
+    def abandon(self, *, written_to: bool = False) -> WorldState:
         self.book.close()
         return self.state
 

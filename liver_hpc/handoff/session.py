@@ -71,16 +71,16 @@ class Target:
     def drop(self) -> bool:
         """Frees everything, because the attempt is off. Takes up to MOVING_ENDS_S and, where the
         device still computes the target's first step, ABORTED_ENDS_S. False where something may
-        still write to the state's memory, which is not freed then."""
+        still write to the state's memory, which is freed once that has ended."""
         self.drop_transfer()
         if self.moving is not None:
             self.moving.join(MOVING_ENDS_S)  # its stream ends at its next message
         world, self.world = self.world, None
         if world is None:
             return True
-        moves = self.moving is not None and self.moving.is_alive()
-        if moves or not self.device.aborted_has_ended():
-            world.abandon()
+        computes = not self.device.aborted_has_ended()
+        if computes or (self.moving is not None and self.moving.is_alive()):
+            world.abandon(written_to=computes)
             return False
         world.close()
         return True

@@ -297,5 +297,5 @@ class WorldHolder:
                 world.close()
         else:
             for world in worlds.values():
-                world.abandon()
+                world.abandon(written_to=True)
         device.return_free_memory()

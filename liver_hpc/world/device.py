@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -80,6 +80,9 @@ class Device:
     """A torch device, and the process-group backend that goes with it."""
 
     torch_device: torch.device
+    _parked: list[tuple[Callable[[], bool], object]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
 
     @property
     def backend_name(self) -> str:
@@ -155,15 +158,32 @@ class Device:
         if self.torch_device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()
 
+    def park(self, held: object) -> None:
+        """Keeps memory that the device may still write to, until it has done all that the calling
+        thread has launched by now, and somebody calls `return_free_memory`."""
+        self._parked.append((own_lane(self.torch_device).mark(), held))
+
     def return_free_memory(self) -> None:
         """Gives back what is held but not used: pages of the heap (glibc keeps them otherwise),
-        blocks that belong to the streams of lanes that have ended."""
+        blocks that belong to the streams of lanes that have ended. Not those while something is
+        parked: CUDA would wait, without a deadline, for the device."""
+        for parked in [*self._parked]:
+            if _ended(parked[0]):
+                self._parked.remove(parked)
         gc.collect()
-        if self.torch_device.type == "cuda":
+        if self.torch_device.type == "cuda" and not self._parked:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.torch_device)  # it was that of two worlds
         with contextlib.suppress(OSError, AttributeError):  # another libc: nothing to trim
             ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def _ended(done: Callable[[], bool]) -> bool:
+    """Of a mark (transport/lane.py): work that has failed is over, too."""
+    try:
+        return done()
+    except RuntimeError:
+        return True
 
 
 def allow_concurrent_compile() -> None:

@@ -221,16 +221,29 @@ class World:
         """
         self.abandon(spared).release(self.taken | spared)
 
-    def abandon(self, spared: frozenset[int] = frozenset()) -> WorldState:
+    def abandon(
+        self, spared: frozenset[int] = frozenset(), *, written_to: bool = False
+    ) -> WorldState:
         """Forgets the groups and everything else but the state's tensors, and returns those; of the
-        gradients only what is `spared` stays, as `close` has it.
+        gradients only what is `spared` stays, as `close` has it. written_to: the device may still
+        do so; then all of that stays until it has ended (`Device.park`).
 
         The world must not be used any more. Peers that are blocked in a collective of one of its
         groups fail promptly, because nothing here holds the group's connections any longer.
         """
         self.batches.close()
         self._end_reductions()
-        _free_gradients(self.chunks, spared)
+        gradients = [
+            buffer.grad_data
+            for chunk in self.chunks
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
+        if written_to:
+            self.device.park((self.state, gradients))
+        else:
+            for storage in (each.untyped_storage() for each in gradients):
+                if storage.data_ptr() not in spared:
+                    storage.resize_(0)
         forget(self.chunks, self.groups)
         self.book.close()
         self.groups = self.optimizer = None
@@ -445,11 +458,3 @@ class World:
                 held["step"].fill_(float(scalars.optimizer_step))
             else:
                 held["step"] = scalars.optimizer_step
-
-
-def _free_gradients(chunks: list[Any], spared: frozenset[int]) -> None:
-    for chunk in chunks:
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
-            storage = buffer.grad_data.untyped_storage()
-            if storage.data_ptr() not in spared:
-                storage.resize_(0)

@@ -3,8 +3,10 @@ that can be are marked and built without a trace in the training thread beside."
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -618,3 +620,19 @@ def test_gradients_are_added_up_by_nodes_that_are_new_and_once(device: Any, dtyp
         assert one.any()
         assert torch.equal(one, other)
     world.close()
+
+
+def test_a_world_that_is_still_written_to_keeps_its_memory_until_that_has_ended(
+    device: Any,
+) -> None:
+    for written_to in (False, True):
+        world = build_world(tiny_recipe(), device, "dp2")
+        (buffer,) = world.chunks[0].buffers
+        gradients = buffer.grad_data.untyped_storage()
+        held = weakref.ref(world.state)
+        world.abandon(written_to=written_to)
+        del world, buffer
+        gc.collect()
+        assert (gradients.nbytes() > 0) is (held() is not None) is written_to
+    device.return_free_memory()
+    assert held() is None

@@ -8,6 +8,9 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,6 +100,35 @@ def test_a_group_that_is_late_names_its_peers(
     with pytest.raises(error, match=r"workers \[0, 3\]" if limit_s == 0.0 else "NCCL timeout"):
         network.open_backend(None, 0, 2, limit_s, "workers [0, 3]")
     assert backend.aborted
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_the_device_may_still_write_to_is_kept_until_it_has_ended(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And CUDA, which would wait for the device, is not asked to give memory back before."""
+    emptied, ended = [], threading.Event()
+
+    def done() -> bool:
+        if fails and ended.is_set():
+            raise RuntimeError("of a peer that has gone")
+        return ended.is_set()
+
+    lane = SimpleNamespace(mark=lambda: done)
+    monkeypatch.setattr("liver_hpc.world.device.own_lane", lambda _device: lane)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _device: None)
+    device, gradients = Device(torch.device("cuda", 0)), torch.ones(8)
+    known = weakref.ref(gradients)
+    device.park([gradients])
+    del gradients
+    device.return_free_memory()
+    assert known() is not None
+    assert not emptied
+    ended.set()
+    device.return_free_memory()
+    assert known() is None
+    assert emptied
 
 
 @pytest.mark.usefixtures("two_gpus")
