@@ -17,6 +17,7 @@ import torch
 from liver_hpc.checkpoint.copied import HostCopy
 from liver_hpc.checkpoint.parts import Save, save
 from liver_hpc.clock import Deadline
+from liver_hpc.errors import DeadlineError
 from liver_hpc.protocol.messages import ClassDigest, Saved
 from liver_hpc.world.context import WorkerContext
 from liver_hpc.world.host_memory import NewMemory, plain_memory
@@ -84,6 +85,8 @@ class Saving:
             context.send(made.failed("the checkpoint before is still being written"))
             return
         self._began_s = context.clock.now_s()
+        if self._writing is not None and self._writing.late:
+            self._kept = plain_memory(0)
         self._writing = _Writing(context, made, world, self._memory)
 
     def _memory(self, num_bytes: int) -> torch.Tensor:
@@ -156,7 +159,7 @@ class _Writing(threading.Thread):
     """Writes one part of a checkpoint.
 
     taken: the state may change. told: the coordinator knows what has become of it. took_s: how long
-    it took to be on the disk; 0 where it is not.
+    it took to be on the disk; 0 where it is not. late: the device may still copy into its memory.
     """
 
     def __init__(
@@ -166,6 +169,7 @@ class _Writing(threading.Thread):
         self.taken = threading.Event()
         self.told = False
         self.took_s = 0.0
+        self.late = False
         self._context = context
         self._made = made
         self._state: WorldState | None = world.state.standing()
@@ -181,7 +185,8 @@ class _Writing(threading.Thread):
             self._tell(self._made.done(self._take))
         finally:
             self.taken.set()
-            self._copy.release()
+            if not self.late:
+                self._copy.release()
 
     def _take(self) -> tuple[HostCopy, tuple[ClassDigest, ...]]:
         limit_s = self._context.config.deadlines.collective_s
@@ -194,6 +199,10 @@ class _Writing(threading.Thread):
                 self._copy.take(state)
                 digests = state.digests(state.model.kinds)
             self._lane.finish(deadline)
+        except DeadlineError:
+            self.late = True
+            self._context.device.park(self._copy, self._lane)
+            raise
         finally:
             self.taken.set()
         return self._copy, digests

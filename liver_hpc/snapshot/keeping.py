@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from liver_hpc.clock import Deadline
-from liver_hpc.errors import TransferError
+from liver_hpc.errors import DeadlineError, TransferError
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.protocol.messages import HeldSnapshot, ScalarState, Unprotected
 from liver_hpc.snapshot.exchange import Exchange
@@ -194,7 +194,8 @@ class Snapshots:
             self._give_back(taking.spare)
             return taking.pending
         # A peer's bytes may still come into what is a ward's.
-        self._give_back(taking.spare + (taking.pending[:1] if taking.taken.is_set() else []))
+        taken = taking.taken.is_set() and not taking.late
+        self._give_back(taking.spare + (taking.pending[:1] if taken else []))
         return []
 
     def _give_back(self, snapshots: Sequence[Snapshot]) -> None:
@@ -229,7 +230,7 @@ class _Taking(threading.Thread):
     pending: the one that is not known to be complete everywhere, this worker's own first; [] for
     none. spare: memory to be written next. cpu_s: what the last one took, of this thread and of
     those that send and receive. taken, done: events of the pending one, set too where it failed.
-    problem: how it did, unless it was to be ended.
+    problem: how it did, unless it was to be ended. late: the device may still copy into its memory.
     is_last: whether the world is about to be left: then it matters to nobody that it fails, unless
     the world trains on after all.
     """
@@ -240,7 +241,7 @@ class _Taking(threading.Thread):
         self.pending: list[Snapshot] = []
         self.spare: list[Snapshot] = []
         self.cpu_s = 0.0
-        self.failed = False
+        self.failed = self.late = False
         self.problem = ""
         self.is_last = False
         self.taken, self.done = threading.Event(), threading.Event()
@@ -335,7 +336,12 @@ class _Taking(threading.Thread):
             raise TransferError("nobody wants the snapshot any more")
         with self._lane.entered():
             self.pending[0].take(state, scalars)
-        self._lane.finish(self._deadline("the device to copy the state into host memory"))
+        try:
+            self._lane.finish(self._deadline("the device to copy the state into host memory"))
+        except DeadlineError:
+            self.late = True
+            self._context.device.park(self.pending[0], self._lane)
+            raise
         self.taken.set()
 
     def _send(self) -> None:

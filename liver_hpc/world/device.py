@@ -158,10 +158,10 @@ class Device:
         if self.torch_device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()
 
-    def park(self, held: object) -> None:
-        """Keeps memory that the device may still write to, until it has done all that the calling
-        thread has launched by now, and somebody calls `return_free_memory`."""
-        self._parked.append((own_lane(self.torch_device).mark(), held))
+    def park(self, held: object, lane: Lane | None = None) -> None:
+        """Keeps memory that the device may still write to, until it has done all that a lane holds
+        by now, and somebody calls `return_free_memory`. lane: None for the calling thread's."""
+        self._parked.append(((lane or own_lane(self.torch_device)).mark(), held))
 
     def return_free_memory(self) -> None:
         """Gives back what is held but not used: pages of the heap (glibc keeps them otherwise),

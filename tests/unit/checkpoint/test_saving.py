@@ -259,6 +259,30 @@ def test_the_memory_of_a_copy_is_kept_where_it_takes_long_to_make(
     assert (seat.saving._kept.numel() > 0) == (kind == "cuda")
 
 
+class LateLane(InlineLane):
+    """The device does not come to its end."""
+
+    def mark(self) -> Callable[[], bool]:
+        return lambda: False
+
+
+def test_memory_that_a_late_device_may_still_copy_into_is_not_used_again(tmp_path: Path) -> None:
+    seat, parked = Seat(tmp_path, kind="cuda", collective_s=0.2), list[object]()
+    device = seat.saving._context.device
+    device.park = lambda copy, _lane: parked.append(copy)  # type: ignore[method-assign]
+    device.new_lane = LateLane  # type: ignore[method-assign]
+    seat.saving.begin(seat.world, 4)
+    assert "has not come to its end" in seat.told(1)[-1].error
+    seat.saving.finish(WAIT_S)
+    (copy,) = parked
+    assert isinstance(copy, saving.HostCopy)
+    assert copy._held
+    device.new_lane = InlineLane  # type: ignore[method-assign]
+    seat.saving.begin(seat.world, 8)
+    assert seat.told(2)[-1].error == ""
+    assert len(seat.made) == 2
+
+
 def test_a_world_that_is_let_go_is_read_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,10 +29,10 @@ def exchanges(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class LateKeeper(Keeper):
     """Its updates are launched, and done at some time after what they follow."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, limit_s: float = LIMIT_S) -> None:
         self.machines = Machines(seed)
         self.late = LateDevice(self.machines, 4)
-        super().__init__(4, 1, device=self.late)
+        super().__init__(4, 1, device=self.late, limit_s=limit_s)
 
     def begin(self) -> None:
         self.snapshots.begin(self.world, self.step)
@@ -125,6 +125,25 @@ def test_a_copy_that_does_not_come_to_its_end_is_not_waited_for_for_ever(
     one.snapshots.halt()
     assert SystemClock().now_s() - began_s < LIMIT_S / 2
     assert one.held == []
+    one.machines.stop()
+
+
+def test_memory_that_a_late_device_may_still_copy_into_is_not_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parked: list[object] = []
+    monkeypatch.setattr(LateDevice, "park", lambda _device, held, _lane: parked.append(held))
+    one = in_pair(LateKeeper(0, limit_s=0.2))
+    one.machines.stopped.add("a copy")
+    one.snapshots.begin(one.world, 0)
+    taking = one.snapshots._taking
+    assert taking is not None
+    assert taking.done.wait(LIMIT_S)
+    assert "has not come to its end" in taking.problem
+    (own, _) = taking.pending
+    one.snapshots.halt()
+    assert parked == [own]
+    assert not one.snapshots._memory._free
     one.machines.stop()
 
 
