@@ -76,10 +76,11 @@ class World:
     the spec does not know.
 
     kept: nothing is written to the memory of its state and gradients, some of which this may have:
-    values come later, or it is given back at once (world/hollow.py). tensors: parameters and
-    persistent buffers by tensor index. taken: the memory that it has from another world which still
-    stands (world/take_over.py), by address. forward_times: what its forward passes take on this
-    worker. gradients_are_clear: they are all zeros.
+    values come later, or it is given back at once (world/hollow.py). batches: what it computes of
+    global batches. tensors: parameters and persistent buffers by tensor index. taken: the memory
+    that it has from another world which still stands (world/take_over.py), by address.
+    forward_times: what its forward passes take on this worker. gradients_are_clear: they are all
+    zeros.
     """
 
     def __init__(
