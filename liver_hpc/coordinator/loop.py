@@ -114,16 +114,16 @@ class Coordinator:
             services, self._registry, self._agents, self._store, self._checkpoints
         )
         self._hearing = Hearing(
-            config,
-            epoch.number,
-            self.core,
-            self._registry,
-            self._agents,
-            self._progress,
-            self._stragglers,
-            self._checkpoints,
-            services.pool,
-            self._feed,
+            config=config,
+            epoch=epoch.number,
+            core=self.core,
+            registry=self._registry,
+            agents=self._agents,
+            progress=self._progress,
+            stragglers=self._stragglers,
+            checkpoints=self._checkpoints,
+            pool=services.pool,
+            feed=self._feed,
         )
         self._journal = services.open_journal(self._inbox.put, epoch)
         self._held: deque[tuple[int, list[a.Action]]] = deque()
