@@ -167,15 +167,19 @@ class Device:
         """Gives back what is held but not used: pages of the heap (glibc keeps them otherwise),
         blocks that belong to the streams of lanes that have ended. Not those while something is
         parked: CUDA would wait, without a deadline, for the device."""
-        for parked in [*self._parked]:
-            if _ended(parked[0]):
-                self._parked.remove(parked)
+        self._unpark()
         gc.collect()
         if self.torch_device.type == "cuda" and not self._parked:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.torch_device)  # it was that of two worlds
         with contextlib.suppress(OSError, AttributeError):  # another libc: nothing to trim
             ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+    def _unpark(self) -> None:
+        for parked in [*self._parked]:
+            if _ended(parked[0]):
+                with contextlib.suppress(ValueError):  # another thread has seen it, too
+                    self._parked.remove(parked)
 
 
 def _ended(done: Callable[[], bool]) -> bool:

@@ -227,7 +227,7 @@ class World:
     ) -> WorldState:
         """Forgets the groups and everything else but the state's tensors, and returns those; of the
         gradients only what is `spared` stays, as `close` has it. written_to: the device may still
-        do so; then all of that stays until it has ended (`Device.park`).
+        write to gradients and state, which stay until it has ended then (`Device.park`).
 
         The world must not be used any more. Peers that are blocked in a collective of one of its
         groups fail promptly, because nothing here holds the group's connections any longer.
