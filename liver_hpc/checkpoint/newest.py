@@ -13,7 +13,11 @@ from liver_hpc.checkpoint.index import (
     complete_checkpoints,
     read_index,
 )
-from liver_hpc.config.megatron_checkpoint import TRACKER_FILE, loaded_checkpoint
+from liver_hpc.config.megatron_checkpoint import (
+    TRACKER_FILE,
+    loaded_checkpoint,
+    weights_checkpoint,
+)
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import CheckpointError
 
@@ -81,20 +85,30 @@ def changed_files(checkpoint: Checkpoint) -> list[str]:
 @dataclass(frozen=True)
 class Loaded:
     """A checkpoint of a job of Megatron's, or of another run, which a run begins with. of_run: what
-    another run says of it."""
+    another run says of it. weights: nothing else of it is taken, and the step is 0."""
 
     path: Path
     step: int
     of_run: Checkpoint | None = None
+    weights: bool = False
 
 
 def to_load(config: RunConfig, directory: Path, own: Checkpoint | None) -> Loaded | None:
-    """What a run begins with by `checkpoint.load`; None where it goes on from its own newest one,
-    or from nothing, as a job does whose --load is its --save at first.
+    """What a run begins with by `checkpoint.load`, else by `checkpoint.weights`; None where it goes
+    on from its own newest one, or begins with nothing.
 
     The run's own goes first, but where both are in one directory the newest does. Raises
     CheckpointError for a directory without one, or with one that cannot be loaded.
     """
+    found, weights = _to_go_on_from(config, directory, own), config.checkpoint.weights
+    if found is not None or own is not None or weights is None:
+        return found
+    path = weights_checkpoint(weights)
+    return Loaded(path, 0, checked(path) if (path / INDEX_FILE).exists() else None, weights=True)
+
+
+def _to_go_on_from(config: RunConfig, directory: Path, own: Checkpoint | None) -> Loaded | None:
+    """By `checkpoint.load`; None too where that is where the run saves, and holds nothing yet."""
     load = config.checkpoint.load
     if load is None:
         return None

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from liver_hpc.checkpoint.copied import BoxView
 from liver_hpc.checkpoint.index import INDEX_FILE, SavedModel, partial_path, read_index
-from liver_hpc.checkpoint.torch_dist.parts import PartWriter, Peers, read
+from liver_hpc.checkpoint.torch_dist.parts import PartWriter, Peers, read, read_weights
 from liver_hpc.errors import CheckpointError
-from liver_hpc.protocol.messages import ClassDigest, Restored, Saved
+from liver_hpc.protocol.messages import ClassDigest, Restored, Saved, ScalarState
 from liver_hpc.world.context import FAILURES, WorkerContext
 from liver_hpc.world.world import World
 
@@ -82,19 +82,13 @@ def save(context: WorkerContext, world: World, step: int, directory: Path) -> Sa
     return Save(context, world, step, directory).done(lambda: (state, state.digests(kinds)))
 
 
-def restore(world: World, path: Path) -> Restored:
-    """Fills a world, of whatever layout, from the checkpoint in `path`; what it now holds.
+def restore(world: World, path: Path, weights: bool = False) -> Restored:
+    """Fills a world, of whatever layout, from the checkpoint in `path`, or from its weights alone;
+    what it now holds.
 
     Not collective. Raises CheckpointError, naming the file, where that cannot be done.
     """
-    index = read_index(path) if (path / INDEX_FILE).is_file() else None  # else of another job
-    if index is not None:
-        difference = index.model.difference(SavedModel.of(world.recipe.spec))
-        if difference:
-            raise CheckpointError(f"{path} is of another model: {difference}")
-    scalars = read(world, path)
-    if index is not None:
-        scalars = index.scalars
+    scalars = read_weights(world, path) if weights else _restored_scalars(world, path)
     world.load_scalar_state(scalars)
     return Restored(
         worker=world.worker,
@@ -102,3 +96,13 @@ def restore(world: World, path: Path) -> Restored:
         scalars=world.scalar_state(scalars.step),
         digests=world.state.digests(world.recipe.spec.kinds),
     )
+
+
+def _restored_scalars(world: World, path: Path) -> ScalarState:
+    index = read_index(path) if (path / INDEX_FILE).is_file() else None  # else of another job
+    if index is not None:
+        difference = index.model.difference(SavedModel.of(world.recipe.spec))
+        if difference:
+            raise CheckpointError(f"{path} is of another model: {difference}")
+    scalars = read(world, path)
+    return scalars if index is None else index.scalars

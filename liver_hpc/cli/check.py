@@ -8,7 +8,12 @@ from collections.abc import Iterator, Sequence
 from liver_hpc.cluster.network import node_facts, worker_network_environment
 from liver_hpc.cluster.slurm.container import needed_in_image
 from liver_hpc.config.indexed_data import read_indexed_data
-from liver_hpc.config.megatron_checkpoint import TRACKER_FILE, loaded_checkpoint, tracked_step
+from liver_hpc.config.megatron_checkpoint import (
+    TRACKER_FILE,
+    loaded_checkpoint,
+    tracked_step,
+    weights_checkpoint,
+)
 from liver_hpc.config.schema import (
     BurstSection,
     CheckpointSection,
@@ -79,6 +84,13 @@ def _check_checkpoints(section: CheckpointSection) -> Iterator[str]:
                 f"of step {step}; to go on from that make it checkpoint.load, too, else give "
                 "another directory"
             )
+        if section.weights is not None:
+            if load is not None and not same:
+                yield (
+                    f"checkpoint.weights: {section.weights}, beside checkpoint.load: {load}: a run "
+                    "begins with one of them; both may be given where load is also directory"
+                )
+            weights_checkpoint(section.weights)
     except CheckpointError as error:
         yield f"checkpoint: {error}"
 

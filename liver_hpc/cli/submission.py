@@ -113,7 +113,7 @@ def resume_run(run: RunDirectory) -> int:
         directory = claim_checkpoints(run, config, check_over)
         newest = newest_checkpoint(directory)
         loaded = to_load(config, directory, newest)
-        if newest is None and loaded is None:
+        if newest is None and (loaded is None or loaded.weights):
             raise ConfigError(
                 f"run {run} has no checkpoint in {directory} to go on from; `liver stop "
                 "--checkpoint` and `checkpoint.every_steps` write one"

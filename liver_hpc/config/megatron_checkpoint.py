@@ -16,6 +16,8 @@ TRACKER_FILE = "latest_checkpointed_iteration.txt"
 FORMAT_FILE = "metadata.json"
 METADATA_FILE = ".metadata"
 COMMON_FILE = "common.pt"
+RELEASE = "release"
+"""What a tracker file names, and a checkpoint is called, that holds weights alone."""
 _WANTED = "wanted a torch_dist checkpoint"
 
 
@@ -28,6 +30,17 @@ def tracked_step(directory: Path) -> int | None:
 
     Raises CheckpointError for a tracker file that names none.
     """
+    tracked = _tracked(directory)
+    if tracked == RELEASE:
+        raise CheckpointError(
+            f"{directory / TRACKER_FILE}: a release checkpoint has no state of the optimizer to go "
+            "on from; checkpoint.weights (--finetune) takes its weights"
+        )
+    return None if tracked is None else int(tracked)
+
+
+def _tracked(directory: Path) -> str | None:
+    """What the tracker file says, digits or RELEASE; None where there is none."""
     file = directory / TRACKER_FILE
     try:
         text = file.read_text().strip()
@@ -35,13 +48,9 @@ def tracked_step(directory: Path) -> int | None:
         return None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
-    if text == "release":
-        raise CheckpointError(
-            f"{file}: a release checkpoint has no state of the optimizer to go on from"
-        )
-    if not re.fullmatch(r"\d{1,18}", text):
+    if text != RELEASE and not re.fullmatch(r"\d{1,18}", text):
         raise CheckpointError(f"{file}: wanted a step, got {text[:40]!r}")
-    return int(text)
+    return text
 
 
 def loaded_checkpoint(directory: Path) -> tuple[int, Path] | None:
@@ -56,6 +65,19 @@ def loaded_checkpoint(directory: Path) -> tuple[int, Path] | None:
     path = iteration_path(directory, step)
     check_format(path)
     return step, path
+
+
+def weights_checkpoint(directory: Path) -> Path:
+    """Whose weights a new run takes from `directory`: the checkpoint that the tracker file names,
+    also a release. Raises CheckpointError where there is none, or one of another format."""
+    directory = directory.expanduser()
+    tracked = _tracked(directory)
+    if tracked is None:
+        raise CheckpointError(f"{directory} has no checkpoint: it lacks {TRACKER_FILE}")
+    release = tracked == RELEASE
+    path = directory / RELEASE if release else iteration_path(directory, int(tracked))
+    check_format(path)
+    return path
 
 
 def check_format(path: Path) -> None:

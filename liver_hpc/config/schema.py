@@ -520,12 +520,14 @@ class PolicySection(Section):
 class CheckpointSection(Section):
     """State on disk, for the day that everything ends: read once, by the run that follows.
 
-    `load` is a Megatron checkpoint that a new run begins with. With "auto" one is being written for
-    `cost` of the time. `keep` newest ones stay; null: all.
+    `load` is a Megatron checkpoint that a new run goes on from; of `weights` it takes the weights
+    alone, and begins at step 0. With "auto" one is being written for `cost` of the time. `keep`
+    newest ones stay; null: all.
     """
 
     directory: Path | None = None
     load: Path | None = None
+    weights: Path | None = None
     every_steps: PositiveInt | Literal["auto"] | None = "auto"
     cost: Annotated[float, Field(gt=0, le=1)] = 0.05
     keep: PositiveInt | None = 2

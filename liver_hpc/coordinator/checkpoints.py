@@ -46,8 +46,16 @@ from liver_hpc.coordinator.file_work import FileWork, remove
 from liver_hpc.errors import CheckpointError
 from liver_hpc.host.files import flush_to_disk
 from liver_hpc.layout.coordinates import RankMap
+from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.protocol.events import WorldRef
-from liver_hpc.protocol.messages import NotRestored, Restored, Saved, ScalarState, WireRankMap
+from liver_hpc.protocol.messages import (
+    ClassDigest,
+    NotRestored,
+    Restored,
+    Saved,
+    ScalarState,
+    WireRankMap,
+)
 from liver_hpc.protocol.votes import Side, disagreements, unlike
 from liver_hpc.recipes.base import Recipe
 from liver_hpc.recipes.specs import versions_of
@@ -123,7 +131,8 @@ class Checkpoints:
         loaded = to_load(self._config, self.directory, own)
         if loaded is not None:
             self._source = loaded
-            return e.Resumed(str(loaded.path), loaded.step, -1, "the layout of another job")
+            of = "the layout of another job"
+            return e.Resumed(str(loaded.path), loaded.step, -1, of, loaded.weights)
         self._source = own
         if own is None:
             return None
@@ -178,7 +187,7 @@ class Checkpoints:
             what, problem = "read is not one state", self._unlike_copies(source, rank_map)
             if not problem and source.of_run is not None:
                 what = "read is not what was saved"
-                problem = self._unlike_saved(source.of_run.index, rank_map)
+                problem = self._unlike_saved(source.of_run.index, rank_map, source.weights)
         else:
             what, problem = (
                 "restored is not what was saved",
@@ -225,11 +234,17 @@ class Checkpoints:
                 return f"worker {message.worker}: {other}"
         return self._unlike_saved(index, rank_map)
 
-    def _unlike_saved(self, index: CheckpointIndex, rank_map: RankMap) -> str:
+    def _unlike_saved(
+        self, index: CheckpointIndex, rank_map: RankMap, weights: bool = False
+    ) -> str:
+        """weights: they alone were read, and where they were cast nothing can be compared."""
+        if weights and index.model.difference(SavedModel.of(self._recipe.spec)):
+            return ""
+        kept = _of_parameters if weights else tuple[ClassDigest, ...]
         saved = index.rank_map.rank_map()
-        restored = {worker: message.digests for worker, message in self._restored.items()}
+        restored = {worker: kept(message.digests) for worker, message in self._restored.items()}
         differ = unlike(
-            Side("saved", saved, dict(zip(saved.workers, index.digests, strict=True))),
+            Side("saved", saved, dict(zip(saved.workers, map(kept, index.digests), strict=True))),
             Side("restored", rank_map, restored),
         )
         return _first(differ)
@@ -375,6 +390,10 @@ def _scalar_difference(wanted: ScalarState, got: ScalarState) -> str:
         if getattr(got, name) != getattr(wanted, name)
     ]
     return _first(differ)
+
+
+def _of_parameters(digests: tuple[ClassDigest, ...]) -> tuple[ClassDigest, ...]:
+    return tuple(each for each in digests if each.kind == PARAMETER)
 
 
 def _first(texts: list[str]) -> str:

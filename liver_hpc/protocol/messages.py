@@ -396,12 +396,14 @@ class Transports(_InWorld, type="transports"):
 class Begin(_OfWorld, type="begin"):
     """Build the first world and start to train: from the seed, or from `checkpoint`, a directory.
 
-    A worker that has read a checkpoint answers Restored and waits for Proceed. evaluate: the
-    evaluation that is due at that checkpoint's step was not done.
+    A worker that has read a checkpoint answers Restored and waits for Proceed. weights: it is to
+    take the weights alone. evaluate: the evaluation that is due at that checkpoint's step was not
+    done.
     """
 
     rank_map: WireRankMap
     checkpoint: str | None = None
+    weights: bool = False
     evaluate: bool = False
 
 

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -123,10 +123,12 @@ def _key(recipe: Recipe) -> str:
     return hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()
 
 
-def _begins_with(config: RunConfig) -> tuple[str, int | None] | None:
-    """Which checkpoint of a job's a run begins with, whose layout the spec must know."""
-    load = config.checkpoint.load
-    return None if load is None else (str(load), tracked_step(load.expanduser()))
+def _begins_with(config: RunConfig) -> tuple[Any, ...]:
+    """Which checkpoints a run may begin with, that must be of its model, and the layout of whose
+    optimizer the spec must know."""
+    load, weights = config.checkpoint.load, config.checkpoint.weights
+    step = None if load is None else tracked_step(load.expanduser())
+    return str(load), step, str(weights)
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:

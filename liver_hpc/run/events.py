@@ -108,12 +108,14 @@ class Memory:
 
 @dataclass(frozen=True)
 class Resumed:
-    """The checkpoint that a start goes on from: a directory, the step, who had trained."""
+    """The checkpoint that a start goes on from: a directory, the step, who had trained. weights: it
+    takes the weights alone, and does not go on from anything: the step is 0."""
 
     path: str
     step: int
     generation: int
     layout: str
+    weights: bool = False
 
 
 @dataclass(frozen=True)

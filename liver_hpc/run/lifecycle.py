@@ -164,6 +164,11 @@ class Lifecycle:
         self._journal_error = ""
 
     @property
+    def _goes_on(self) -> bool:
+        """Whether this start goes on from a checkpoint, and is no new run."""
+        return self._resumed is not None and not self._resumed.weights
+
+    @property
     def state(self) -> RunState:
         """TRAINING becomes HANDING_OVER for as long as an attempt is in progress."""
         if self._state is TRAINING and not self.handoffs.idle:
@@ -184,7 +189,7 @@ class Lifecycle:
 
     def _launch_first(self) -> bool:
         """Once there are nodes enough; false before."""
-        layout = self.elastic.first_layout(self.first_layout, self._resumed is not None)
+        layout = self.elastic.first_layout(self.first_layout, self._goes_on)
         if layout is None:
             return False
         self.first_layout, self._launched = layout, True
@@ -204,6 +209,7 @@ class Lifecycle:
             generation=generation,
             rank_map=m.WireRankMap.of(rank_map),
             checkpoint=None if resumed is None else resumed.path,
+            weights=resumed is not None and resumed.weights,
             evaluate=self._owes_evaluation,
         )
         self.agents.send(rank_map.workers, begin)
@@ -221,7 +227,7 @@ class Lifecycle:
 
     def _start_failed(self, reason: str) -> None:
         """A start without a worker: from a checkpoint it is tried again, maybe on other nodes."""
-        if self._resumed is None:
+        if not self._goes_on:
             self._fail(reason)
         else:
             self._end(Ending.RESTART, reason)

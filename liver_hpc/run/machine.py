@@ -98,7 +98,9 @@ class Run(Lifecycle):
         self._checkpoints, self._resumed = event.checkpoints, event.resumed
         self._evaluated_step = event.memory.evaluated
         known = [event.memory.last_generation]
-        if self._resumed is not None:
+        if self._resumed is not None and self._resumed.weights:
+            self._note(f"begins with the weights of {self._resumed.path}")
+        elif self._resumed is not None:
             step = self._resumed.step
             known.append(self._resumed.generation)
             self._steps_done = self.recorder.first_step = step

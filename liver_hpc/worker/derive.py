@@ -17,7 +17,11 @@ from typing import TYPE_CHECKING
 
 from liver_hpc import __version__
 from liver_hpc.config.load import load_run
-from liver_hpc.config.megatron_checkpoint import loaded_checkpoint
+from liver_hpc.config.megatron_checkpoint import (
+    TRACKER_FILE,
+    loaded_checkpoint,
+    weights_checkpoint,
+)
 from liver_hpc.config.schema import AUTO
 from liver_hpc.errors import MODELS_ERRORS, LiverError
 from liver_hpc.host.files import write_whole
@@ -98,13 +102,21 @@ def _in_transformer_engine(error: BaseException) -> bool:
 def _derived(derivation: Derivation, recipe: Recipe, layouts: list[Layout]) -> ModelSpec:
     """The spec for the run's layouts, and for that of the checkpoint that it begins with, where
     that lies as it did there. Raises CheckpointError where it is not one of this model."""
-    load = recipe.config.checkpoint.load
+    load, weights = recipe.config.checkpoint.load, recipe.config.checkpoint.weights
     found = None if load is None else loaded_checkpoint(load)
-    if found is None:
+    if found is None and weights is None:
         return derivation.spec(layouts)
-    from liver_hpc.checkpoint.torch_dist.contents import read_contents
+    from liver_hpc.checkpoint.torch_dist.contents import read_contents, read_held
     from liver_hpc.checkpoint.torch_dist.reads import Source
 
+    if found is None:
+        spec = derivation.spec(layouts)
+        assert weights is not None
+        if (weights.expanduser() / TRACKER_FILE).is_file():  # else a run has its own by now
+            held = read_held(weights_checkpoint(weights))
+            pieces = derivation.stored(held.known_content).tensors
+            Source(held, spec, pieces, weights=True)
+        return spec
     contents = read_contents(found[1])
     contents.check_samples(recipe.config.train)
     contents.check_schedule(recipe.loaded_schedule())

@@ -57,7 +57,7 @@ class Trainer(WorldHolder):
         """
         world = self._build(message.rank_map.rank_map(), message.generation)
         if message.checkpoint is not None:
-            self._restore(world, Path(message.checkpoint))
+            self._restore(world, Path(message.checkpoint), message.weights)
             self._owes_evaluation = message.evaluate
         else:
             world.state.initialize(self._context.recipe.initial, self._context.config.train.seed)
@@ -65,11 +65,11 @@ class Trainer(WorldHolder):
         self._saving.start()
         self._stand(world)
 
-    def _restore(self, world: World, path: Path) -> None:
+    def _restore(self, world: World, path: Path, weights: bool) -> None:
         """Fills a world from a checkpoint; returns once all its workers hold what was saved."""
         context, limits = self._context, self._limits
         try:
-            restored = restore(world, path)
+            restored = restore(world, path, weights)
         except FAILURES as error:
             log.exception("cannot go on from %s", path)
             worker, generation = context.worker, world.generation

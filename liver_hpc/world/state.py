@@ -194,7 +194,18 @@ class WorldState:
                 for box in owned_boxes(self.model, self.layout, self.at, kind, index):
                     part = whole[box.row0 : box.row1, box.col0 : box.col1]
                     self.view(kind, index, box).copy_(part)
-            for kind, memory in self._held[index].optimizer.items():
+        self._zero_moments()
+
+    def begin_optimizer(self) -> None:
+        """Makes the optimizer's state that of a first step from the parameters as they are."""
+        if MAIN in self.model.kinds:
+            for index, box in self.boxes(MAIN):
+                self.view(MAIN, index, box).copy_(self.view(PARAMETER, index, box))
+        self._zero_moments()
+
+    def _zero_moments(self) -> None:
+        for held in self._held.values():
+            for kind, memory in held.optimizer.items():
                 if kind != MAIN:
                     memory.zero_()
 

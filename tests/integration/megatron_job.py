@@ -100,9 +100,9 @@ class MegatronJob:
         self._rank = rank
         _keep_steps_apart()
 
-    def save(self, case: Case, path: str, step: int, samples: int) -> Any:
+    def save(self, case: Case, path: str, step: int, samples: int, weights: bool = False) -> Any:
         """Saves a state as a script's job would after so many steps, of so many samples in all;
-        only with the ranks that the layout has."""
+        only with the ranks that the layout has. weights: them alone, as with --no-save-optim."""
         from megatron.core import dist_checkpointing
         from megatron.core.dist_checkpointing.serialization import (
             get_default_save_sharded_strategy,
@@ -128,6 +128,8 @@ class MegatronJob:
             metadata = job.metadata(content)
             state = job.state_dict(metadata, is_loading=False)
             state |= {"args": args, "checkpoint_version": 3.0, "iteration": step}
+            if weights:
+                del state["optimizer"]
             if self._rank == 0:
                 Path(path).mkdir(parents=True)
             dist_checkpointing.save(

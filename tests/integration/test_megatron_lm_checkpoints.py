@@ -150,3 +150,27 @@ def test_a_job_goes_on_from_what_a_run_of_it_has_saved(config: Config, tmp_path:
     found = {row.step: row.loss for row in again.evaluations}
     assert found == pytest.approx({at: wanted[at] for at in found}, rel=1e-5)
     assert {6, 8} <= found.keys()
+
+
+@real
+@pytest.mark.slow
+@pytest.mark.timeout(3 * LIMIT_S)
+def test_finetuning_is_that_of_the_plain_script(
+    config: Config, tmp_path: Path, megatron_lm: Path
+) -> None:
+    """By another schedule than the checkpoint's, in another layout, and across a handoff."""
+    state = tmp_path / "job"
+    saving = f"--save {state} --save-interval {SAVED_AT} --exit-interval {SAVED_AT}"
+    plain(megatron_lm, tmp_path / "plain", f"{WORDS} {saving}", tp=2)
+
+    tuning = f"{WORDS} --lr 5e-4 --finetune --load {state}"
+    saving = f"--save {tmp_path / 'tuned'} --save-interval {ENDLESS}"
+    notices = [{"at_step": 3, "layout": {"dp": 2}}]
+    layouts: dict[int, Sequence[Mapping[str, Any]]] = {2: [{"pp": 2}, {"dp": 2}]}
+    elastic, step = handed_over_and_saved(config(f"{tuning} {saving}", layouts, notices))
+    assert [each.outcome for each in elastic.reconfigurations] == ["completed"]
+    assert elastic.steps[0].step == 0
+
+    whole = plain(megatron_lm, tmp_path / "whole", f"{tuning} --exit-interval {step}")
+    assert same({row.step + 1: row.loss for row in elastic.steps}, whole.losses)
+    assert same({row.step + 1: row.grad_norm for row in elastic.steps}, whole.grad_norms)

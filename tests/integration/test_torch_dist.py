@@ -130,3 +130,68 @@ def test_megatrons_checkpoints_go_through_ours_bit_by_bit(
                 assert schedule["num_steps"] == samples
             about = json.loads((path / "metadata.json").read_bytes())
             assert about["sharded_backend"] == "torch_dist"
+
+
+# A job that saves its weights, and worlds of ours that begin with them.
+WEIGHTS = [
+    (Case("tp2 dp2"), "pp2 dp2", {}),
+    (Case("pp2 dp2"), "tp2 dp2", BF16),
+    (Case("tp2 pp2", BF16), "dp4", BF16),
+]
+
+
+def begun(process: WorkerProcess, directory: str) -> list[Any]:
+    """Begins a world with each of the weights; what differs from what it must be."""
+    import torch
+
+    from liver_hpc.checkpoint.parts import restore
+    from liver_hpc.errors import CheckpointError
+    from liver_hpc.layout.tensors import MAIN, PARAMETER
+    from liver_hpc.world.groups import install_sentinel
+    from liver_hpc.world.world import World
+    from tests.integration.toys import derived
+
+    found = []
+    for number, (_saved, layout, model) in enumerate(WEIGHTS):
+        recipe = recipe_of(
+            {"tied_embeddings": False, **model}, train={"steps": 100, "global_batch": BATCH}
+        )
+        recipe.spec = derived(recipe, layout)
+        install_sentinel(process.worker)
+        sizes = Layout.parse(layout)
+        rank_map = RankMap(sizes, tuple(range(sizes.workers)))
+        world = World(recipe, rank_map, process.worker, number, process.device)
+        world.warm_up()
+        path = Path(directory, "job", str(number))
+        with pytest.raises(CheckpointError, match="has no state of the optimizer"):
+            restore(world, path)
+        for kind in recipe.spec.optimizer_kinds:
+            for memory in world.state.memory(kind):
+                memory.fill_(3.0)
+        restored = restore(world, path, weights=True)
+        differ = list(differences(world))
+        for kind in recipe.spec.optimizer_kinds:
+            for index, box in world.state.boxes(kind):
+                held = world.state.view(kind, index, box)
+                wanted = torch.zeros_like(held)
+                if kind == MAIN:
+                    wanted.copy_(world.state.view(PARAMETER, index, box))
+                if not torch.equal(held, wanted):
+                    differ.append(f"{kind} {index}")
+        found.append((restored.scalars, differ))
+        world.close()
+    return found
+
+
+def test_a_run_begins_with_the_weights_of_a_job_bit_by_bit(tmp_path: Path) -> None:
+    """In another layout, and another precision, to which they are rounded."""
+    with Pool(RANKS, partial(MegatronJob, str(tmp_path / "jobs"), RANKS)) as jobs:
+        for number, (case, _, _) in enumerate(WEIGHTS):
+            model = {"tied_embeddings": False, **case.model}
+            saved = Case(case.layout, model)
+            path = str(tmp_path / "job" / str(number))
+            jobs.call("save", CALL_S, "save", saved, path, STEP, 0, True)
+    for worker in run_workers(begun, RANKS, tmp_path, str(tmp_path)):
+        for scalars, differ in worker:
+            assert differ == []
+            assert (scalars.step, scalars.consumed_samples, scalars.optimizer_step) == (0, 0, 0)

@@ -99,3 +99,18 @@ def test_another_run_begins_with_what_is_saved(copied: RunDirectory, tmp_path: P
     assert [record.step for record in continued.steps] == [*range(step, STEPS)]
     mine = [(record.loss, record.grad_norm) for record in continued.steps]
     assert mine == by_step(read_run(copied.path))[step:]
+
+
+def test_another_run_begins_with_the_weights_alone(copied: RunDirectory, tmp_path: Path) -> None:
+    """At step 0, the same in another layout; and goes on from a checkpoint of its own."""
+    section = {"weights": copied.path / "checkpoints", **SAVING}
+    run = start(short_run(tmp_path / "dp2", EVERY, checkpoint=section))
+    begun = finish(run)
+    assert [record.step for record in begun.steps] == [*range(EVERY)]
+    assert "begins with the weights of " in (run.path / "logs/coordinator.log").read_text()
+    assert begun.steps[0].loss < read_run(copied.path).steps[0].loss - 0.1
+    other = short_run(tmp_path / "tp2", EVERY, checkpoint=section, layouts={2: {"tp": 2}})
+    assert worst_difference(by_step(finish(start(other))), by_step(begun)) <= 1e-4
+    newest = newest_checkpoint(run.path / "checkpoints")
+    assert newest is not None
+    assert newest.index.scalars.step == EVERY

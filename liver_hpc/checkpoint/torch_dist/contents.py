@@ -37,17 +37,28 @@ do, so that a job of any layout loads it."""
 
 
 @dataclass(frozen=True)
-class Contents:
-    """What a checkpoint holds.
-
-    step: Megatron's iteration. content: its content metadata. layout: that saved it, which matters
-    where the optimizer's state lies as its buckets did (`by_buckets`). schedule: the state of
-    Megatron's OptimizerParamScheduler.
-    """
+class Held:
+    """The tensors of a checkpoint. content: its content metadata, which says how they lie."""
 
     path: Path
     table: Table
     content: Mapping[str, Any]
+
+    @property
+    def known_content(self) -> dict[str, Any]:
+        """The content metadata without the groups of the job that saved it."""
+        return {key: value for key, value in self.content.items() if not key.endswith("_group")}
+
+
+@dataclass(frozen=True)
+class Contents(Held):
+    """All that a job goes on from.
+
+    step: Megatron's iteration. layout: that saved it, which matters where the optimizer's state
+    lies as its buckets did (`by_buckets`). schedule: the state of Megatron's
+    OptimizerParamScheduler.
+    """
+
     step: int
     consumed_samples: int
     optimizer_step: int
@@ -57,11 +68,6 @@ class Contents:
     @property
     def by_buckets(self) -> bool:
         return self.content.get(_SHARDING) == BUCKET_SPACE
-
-    @property
-    def known_content(self) -> dict[str, Any]:
-        """The content metadata without the groups of the job that saved it."""
-        return {key: value for key, value in self.content.items() if not key.endswith("_group")}
 
     def scalars(self, like: ScalarState, train: TrainSection) -> ScalarState:
         """The state that is in no tensor. like: that of the run's world; train: the run's.
@@ -103,6 +109,12 @@ class Contents:
                 f"{self.path} has another schedule than the job's arguments: {'; '.join(others)}. "
                 "With --override-opt-param-scheduler the arguments hold"
             )
+
+
+def read_held(path: Path) -> Held:
+    """Of the checkpoint in `path`, a release too; raises CheckpointError."""
+    table = read_table(path)
+    return Held(path, table, read_common(path, table).get("content_metadata") or {})
 
 
 def read_contents(path: Path) -> Contents:

@@ -16,7 +16,13 @@ import torch
 from liver_hpc.checkpoint.copied import BoxView
 from liver_hpc.checkpoint.index import Part as WrittenPart
 from liver_hpc.checkpoint.index import part_name, written_part
-from liver_hpc.checkpoint.torch_dist.contents import CONTENT, Contents, common_state, read_contents
+from liver_hpc.checkpoint.torch_dist.contents import (
+    CONTENT,
+    Held,
+    common_state,
+    read_contents,
+    read_held,
+)
 from liver_hpc.checkpoint.torch_dist.files import (
     RankWriter,
     Reader,
@@ -176,12 +182,25 @@ def read(world: World, path: Path) -> ScalarState:
     return contents.scalars(world.scalar_state(0), world.recipe.config.train)
 
 
-def read_tensors(state: WorldState, contents: Contents, pieces: Pieces) -> None:
-    """All boxes of a state; raises CheckpointError."""
-    plan = Source(contents, state.model, pieces).reads(state.layout, state.at)
+def read_weights(world: World, path: Path) -> ScalarState:
+    """The same with the weights alone, as by Megatron's --finetune: the optimizer begins with them,
+    at step 0.
+
+    Not collective. Raises CheckpointError.
+    """
+    held = read_held(path)
+    pieces = stored_by(world, held.known_content).tensors
+    read_tensors(world.state, held, pieces, weights=True)
+    world.state.begin_optimizer()
+    return world.scalar_state(0).model_copy(update={"optimizer_step": 0})
+
+
+def read_tensors(state: WorldState, held: Held, pieces: Pieces, weights: bool = False) -> None:
+    """All boxes of a state, or of its weights; raises CheckpointError."""
+    plan = Source(held, state.model, pieces, weights).reads(state.layout, state.at)
     for zero in plan.zeros:
         seen(state.view(zero.kind, zero.tensor_index, zero.box), zero.part).zero_()
-    with Reader(contents.path) as reader:
+    with Reader(held.path) as reader:
         for place, group in groupby(plan.reads, key=lambda read: read.place):
             data = reader.read(place)
             for one in group:
@@ -189,7 +208,7 @@ def read_tensors(state: WorldState, contents: Contents, pieces: Pieces) -> None:
                 try:
                     view.copy_(seen(data.flatten(), one.source).reshape(view.shape))
                 except (AttributeError, RuntimeError) as error:
-                    file = contents.path / place.file
+                    file = held.path / place.file
                     raise CheckpointError(f"{file} is not what .metadata says: {error}") from error
 
 

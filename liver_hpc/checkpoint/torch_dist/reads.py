@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from liver_hpc.checkpoint.torch_dist.buckets import Buckets
-from liver_hpc.checkpoint.torch_dist.contents import Contents
+from liver_hpc.checkpoint.torch_dist.contents import Contents, Held
 from liver_hpc.checkpoint.torch_dist.files import Place, Tensor
 from liver_hpc.checkpoint.torch_dist.places import Part, elements, relative, stored
 from liver_hpc.errors import CheckpointError
@@ -28,6 +28,9 @@ PREFIXES: Mapping[str, tuple[str, ...]] = {
     EXP_AVG_SQ: ("optimizer.state.exp_avg_sq.",),
 }
 """What a key has before the parameter's: the distributed optimizer's name comes first."""
+
+_FLOATS = ("bfloat16", "float16", "float32")
+"""Precisions that weights are cast between."""
 
 Pieces = Mapping[str, Sequence[Sharded]]
 """Of each tensor by name: where its parts lie."""
@@ -63,31 +66,36 @@ class Reads:
 
 class Source:
     """A checkpoint, as it is read for a model. pieces: of its tensors, as the checkpoint's content
-    metadata has them.
+    metadata has them. weights: parameters and buffers alone are read of it, and cast where they
+    have another precision there.
 
     Raises CheckpointError for a checkpoint of another model.
     """
 
-    def __init__(self, contents: Contents, model: ModelSpec, pieces: Pieces) -> None:
-        self._contents, self._model, self._pieces = contents, model, pieces
-        self._table = contents.table.tensors
-        self._path = contents.path
-        self._check()
-        self._buckets = Buckets(contents, model, pieces) if contents.by_buckets else None
+    def __init__(self, held: Held, model: ModelSpec, pieces: Pieces, weights: bool = False) -> None:
+        self._model, self._pieces = model, pieces
+        self._table = held.table.tensors
+        self._path = held.path
+        self._weights = weights
+        self._kinds = (PARAMETER,) if weights else model.kinds
+        in_buckets = held if isinstance(held, Contents) and held.by_buckets else None
+        self._check(in_buckets is not None)
+        self._buckets = None if in_buckets is None else Buckets(in_buckets, model, pieces)
 
-    def _check(self) -> None:
+    def _check(self, in_buckets: bool) -> None:
         """That the model's tensors are there, of their shapes and types, with all that is trained
         of them."""
         for index, tensor in enumerate(self._model.tensors):
-            for kind in self._model.kinds:
+            for kind in self._kinds:
                 trained = kind != PARAMETER
-                if trained and (tensor.role != "trained" or self._contents.by_buckets):
+                if trained and (tensor.role != "trained" or in_buckets):
                     continue
                 for piece in self._pieces[tensor.name]:
                     held = self._tensor(kind, piece)
                     wanted = {1: "int8", 2: "bfloat16", 4: "float32", 8: "int64"}
                     dtype = wanted[self._model.element_bytes(kind, index)]
-                    if tensor.role != "buffer" and held.dtype != dtype:
+                    cast = self._weights and held.dtype in _FLOATS and dtype in _FLOATS
+                    if tensor.role != "buffer" and held.dtype != dtype and not cast:
                         raise CheckpointError(
                             f"{self._path}: {kind} of {tensor.name!r} is {held.dtype} in it, "
                             f"{dtype} in the run"
@@ -118,7 +126,7 @@ class Source:
         reads: list[Read] = []
         zeros: list[Zero] = []
         for index in self._model.held_tensors(layout, at):
-            for kind in self._model.kinds:
+            for kind in self._kinds:
                 for box in owned_boxes(self._model, layout, at, kind, index):
                     got = 0
                     for found in self._of_box(kind, index, box):

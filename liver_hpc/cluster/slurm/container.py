@@ -61,7 +61,9 @@ def _mounts(container: ContainerSection, config: RunConfig, run_directory: Path)
 def needed_in_image(config: RunConfig, run_directory: Path) -> Iterator[Path]:
     """The directories that a run file's keys name, but for those that are a recipe's own."""
     yield run_directory.absolute()
-    directories = [config.checkpoint.directory, config.checkpoint.load, config.own_recipe_directory]
+    of_checkpoints = config.checkpoint
+    directories = [of_checkpoints.directory, of_checkpoints.load, of_checkpoints.weights]
+    directories.append(config.own_recipe_directory)
     if (data := config.data) is not None:
         prefixes = [data.prefix, *(source.prefix for source in data.blend or ())]
         directories += [prefix.parent for prefix in prefixes if prefix is not None]

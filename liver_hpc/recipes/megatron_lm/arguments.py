@@ -29,6 +29,7 @@ from liver_hpc.recipes.megatron_lm.owned import (
     schedule_in_samples,
     shares,
     steps_of,
+    weights_of,
 )
 from liver_hpc.recipes.megatron_lm.words import options_of
 
@@ -67,7 +68,9 @@ def notes_of(words: Sequence[str]) -> list[str]:
             "as long as there is none" if loads(job) else "also where one comes before it starts"
         )
         missing = f"--load {job['load']} has no checkpoint yet"
-        notes.append(f"model.args: {missing}: the run begins at step 0, {until}")
+        weights = weights_of(job)
+        begins = "at step 0" if weights is None else f"with the weights of {weights[0]}"
+        notes.append(f"model.args: {missing}: the run begins {begins}, {until}")
     return notes
 
 

@@ -46,6 +46,7 @@ NUMBERS: Mapping[str, tuple[Callable[[str], Any], Any]] = {
     "save": (str, None),
     "save_interval": (int, None),
     "load": (str, None),
+    "pretrained_checkpoint": (str, None),
     "split": (str, None),
     "data_args_path": (str, None),
     "per_split_data_args_path": (str, None),
@@ -56,6 +57,8 @@ SWITCHES = (
     "overlap_param_gather",
     "mock_data",
     "exit_on_missing_checkpoint",
+    "finetune",
+    "no_load_optim",
 )
 LISTS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 RAMP = "rampup_batch_size"
@@ -99,6 +102,7 @@ KEYS: Mapping[KeyPath, tuple[str, ...]] = {
     ("checkpoint", "every_steps"): ("save_interval",),
     ("checkpoint", "keep"): ("save",),
     ("checkpoint", "load"): ("load",),
+    ("checkpoint", "weights"): ("finetune", "load", "pretrained_checkpoint"),
     ("data", "prefix"): ("data_path",),
     ("data", "blend"): ("data_path",),
     ("data", "split"): ("split",),
@@ -174,12 +178,13 @@ def _missing(job: Owned) -> Iterator[str]:
         yield "--eval-interval must be given, or --eval-iters 0: Megatron-LM divides by it"
     if job["save"] is not None and job["save_interval"] is None:
         yield "--save wants --save-interval, as Megatron does"
-    if job["exit_on_missing_checkpoint"] and lacks_checkpoint(job):
+    missing = lacks_checkpoint(job) and weights_of(job) is None
+    if job["exit_on_missing_checkpoint"] and missing:
         yield f"--load {job['load']}: there is no {TRACKER_FILE}, and --exit-on-missing-checkpoint"
 
 
 def _in_object_stores(job: Owned) -> Iterator[str]:
-    for name in ("load", "save"):
+    for name in ("load", "save", "pretrained_checkpoint"):
         if "://" in (job[name] or ""):
             yield f"{flag(name)} {job[name]}: not supported, wanted a directory that all nodes see"
 
@@ -193,6 +198,16 @@ def _contradictory(job: Owned) -> Iterator[str]:
     for one, other in pairs:
         if job[one] is not None and job[other]:
             yield f"{flag(one)} and {flag(other)} do not go together, as in Megatron"
+    if job["no_load_optim"] and not job["finetune"]:
+        yield (
+            "--no-load-optim: not supported, a run goes on with the optimizer too; instead: "
+            "--finetune, which takes weights alone and begins at step 0"
+        )
+    if job["finetune"] and _saves_where_it_loads(job):
+        yield (
+            f"--finetune with --save that is --load, {job['load']}: not supported, each start "
+            "would begin at step 0 with what the one before has saved; instead: another --save"
+        )
     if job["overlap_param_gather"] and not job["overlap_grad_reduce"]:
         yield "--overlap-param-gather wants --overlap-grad-reduce, as Megatron does"
     if job["lr_decay_style"] == "WSD" and not any(job[name] for name in _WSD_LENGTHS):
@@ -257,10 +272,25 @@ def lacks_checkpoint(job: Owned) -> bool:
 
 def loads(job: Owned) -> bool:
     """Whether a run loads what --load has when it starts: something, or what is saved there."""
+    if job["finetune"] or job["load"] is None:
+        return False
+    return not lacks_checkpoint(job) or _saves_where_it_loads(job)
+
+
+def _saves_where_it_loads(job: Owned) -> bool:
     load, save = job["load"], job["save"]
-    if not lacks_checkpoint(job):
-        return load is not None
-    return save is not None and Path(load).resolve() == Path(save).resolve()
+    return None not in (load, save) and Path(load).resolve() == Path(save).resolve()
+
+
+def weights_of(job: Owned) -> tuple[str, str] | None:
+    """Whose weights a new run takes, and the option that says so: of what --load has with
+    --finetune, else of --pretrained-checkpoint, where --load has nothing."""
+    if job["finetune"] and job["load"] is not None and not lacks_checkpoint(job):
+        return job["load"], "load"
+    pretrained = job["pretrained_checkpoint"]
+    if pretrained is None or not (job["load"] is None or lacks_checkpoint(job)):
+        return None
+    return pretrained, "pretrained_checkpoint"
 
 
 # ---- keys
@@ -379,6 +409,9 @@ def _checkpoints(job: Owned) -> _Values:
         yield ("checkpoint", "keep"), None, job.source("save")  # Megatron removes none
     if loads(job):
         yield ("checkpoint", "load"), job["load"], job.source("load")
+    if (weights := weights_of(job)) is not None:
+        path, option = weights
+        yield ("checkpoint", "weights"), path, job.source(option)
 
 
 def _data(job: Owned) -> _Values:

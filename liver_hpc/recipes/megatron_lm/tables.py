@@ -38,6 +38,7 @@ OWNED = """train_iters train_samples global_batch_size rampup_batch_size micro_b
     lr_decay_iters lr_decay_samples lr_wsd_decay_*
     lr_warmup_iters lr_warmup_samples lr_warmup_fraction
     eval_interval eval_iters save save_interval persistent_save_interval load data_path split
+    finetune pretrained_checkpoint no_load_optim
     exit_on_missing_checkpoint mock_data train_data_path valid_data_path test_data_path
     data_args_path per_split_data_args_path"""
 """What keys of the run file follow from (`owned.py` says how)."""
@@ -216,9 +217,8 @@ REFUSED = (
           "dataloader_type=single data_sharding", "--dataloader-type single"),
     Group("its draws depend on which samples one worker has read", "fim_*"),
     Group("workers of one layout would begin with different values", "data_parallel_random_init"),
-    Group("a run begins with a whole checkpoint of the job: weights, optimizer, step",
-          """finetune no_load_optim no_save_optim load_main_params_from_ckpt
-          pretrained_checkpoint ckpt_step override_ckpt_iteration"""),
+    Group("a run begins with a whole checkpoint of the job, or, by --finetune, with its weights",
+          "no_save_optim load_main_params_from_ckpt ckpt_step override_ckpt_iteration"),
     Group("arguments are what model.args says",
           "use_checkpoint_args use_mp_args_from_checkpoint_args",
           "write the checkpoint's arguments out"),

@@ -1,4 +1,5 @@
-"""What a run begins with: its own newest checkpoint, that of `checkpoint.load`, or nothing."""
+"""What a run begins with: its own newest checkpoint, that of `checkpoint.load`, the weights of
+`checkpoint.weights`, or nothing."""
 
 from __future__ import annotations
 
@@ -122,6 +123,54 @@ def test_the_same_directory_may_be_empty_at_first_and_no_other(tmp_path: Path) -
         of(tmp_path / "run", tmp_path)
 
 
+def begun(
+    directory: Path, own: Checkpoint | None = None, load: Path | None = None, **section: Any
+) -> Loaded | None:
+    return to_load(tiny_run(checkpoint={"load": load, **section}), directory, own)
+
+
+def test_weights_are_taken_where_there_is_nothing_to_go_on_from(
+    tmp_path: Path, own: Checkpoint
+) -> None:
+    others = tmp_path / "others"
+    others.mkdir()
+    path = checkpoint(others, 50, *FILES)
+    new = tmp_path / "new"
+    new.mkdir()
+    assert begun(new, weights=others) == Loaded(path, 0, weights=True)
+    assert begun(own.path.parent, own, weights=others) is None
+    assert begun(new, load=new, weights=others) == Loaded(path, 0, weights=True)
+    saved = checkpoint(new, 60, *FILES)
+    assert begun(new, load=new, weights=others) == Loaded(saved, 60)
+    (others / TRACKER_FILE).unlink()
+    with pytest.raises(CheckpointError, match="others has no checkpoint"):
+        begun(tmp_path / "another", weights=others)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_weights_of_another_run_are_compared_with_what_it_says_of_them(
+    own: Checkpoint, tmp_path: Path, damaged: bool
+) -> None:
+    later = opened(tiny_run(checkpoint={"weights": own.path.parent}), TIED, tmp_path / "new")
+    resumed = later.open()
+    assert resumed is not None
+    assert (resumed.path, resumed.step, resumed.weights) == (str(own.path), 0, True)
+    one = Layout(1, 1, 1)
+    state = (empty if damaged else filled)(TIED, one, next(one.coordinates()))
+    state.begin_optimizer()  # the rest of the state is another one
+    digests = digests_of(state)
+    came = restore_part(
+        later,
+        Restored(worker=0, generation=0, scalars=scalar_state(0), digests=digests),
+        restored_rank_map(one),
+    )
+    if damaged:
+        assert isinstance(came, ShellFailed)
+        assert "what was read is not what was saved: parameter" in came.reason
+    else:
+        assert came == StateRestored(0)
+
+
 def problems(**section: Any) -> list[str]:
     return list(_check_checkpoints(CheckpointSection(**section)))
 
@@ -137,3 +186,16 @@ def test_submit_refuses_what_cannot_be_loaded_or_is_anothers(tmp_path: Path) -> 
     checkpoint(tmp_path, 60, "mp_rank_00")
     (legacy,) = problems(load=tmp_path)
     assert "legacy format (torch)" in legacy
+
+
+def test_submit_refuses_weights_that_are_not_there_or_beside_a_checkpoint_to_go_on_from(
+    tmp_path: Path,
+) -> None:
+    (missing,) = problems(weights=tmp_path)
+    assert missing == f"checkpoint: {tmp_path} has no checkpoint: it lacks {TRACKER_FILE}"
+    checkpoint(tmp_path, 50, *FILES)
+    assert problems(weights=tmp_path) == []
+    saves = tmp_path / "saves"
+    assert problems(weights=tmp_path, load=saves, directory=saves) == []
+    (both,) = problems(weights=tmp_path, load=tmp_path)
+    assert "a run begins with one of them" in both

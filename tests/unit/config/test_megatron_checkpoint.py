@@ -12,6 +12,7 @@ from liver_hpc.config.megatron_checkpoint import (
     iteration_path,
     loaded_checkpoint,
     tracked_step,
+    weights_checkpoint,
 )
 from liver_hpc.errors import CheckpointError
 
@@ -66,6 +67,20 @@ def test_a_tracker_that_names_no_step_is_refused(text: str, why: str, tmp_path: 
     (tmp_path / TRACKER_FILE).write_text(text)
     with pytest.raises(CheckpointError, match=why):
         tracked_step(tmp_path)
+
+
+def test_weights_are_those_of_the_tracked_one_or_of_a_release(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="has no checkpoint: it lacks latest_check"):
+        weights_checkpoint(tmp_path)
+    path = checkpoint(tmp_path, 5, "metadata.json", ".metadata", "common.pt")
+    assert weights_checkpoint(tmp_path) == path
+    (tmp_path / TRACKER_FILE).write_text("release\n")
+    with pytest.raises(CheckpointError, match="release cannot be read"):
+        weights_checkpoint(tmp_path)
+    path.rename(tmp_path / "release")
+    assert weights_checkpoint(tmp_path) == tmp_path / "release"
+    with pytest.raises(CheckpointError, match=r"checkpoint\.weights \(--finetune\)"):
+        loaded_checkpoint(tmp_path)
 
 
 def test_a_tracked_checkpoint_that_is_gone_is_named(tmp_path: Path) -> None:

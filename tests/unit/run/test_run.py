@@ -306,12 +306,12 @@ def test_schedules_are_the_same_again() -> None:
 # ---- evaluation
 
 
-def begun(memory: e.Memory, step: int = 5) -> tuple[Run, m.Begin]:
-    """A run that is evaluated every 5 steps, and goes on from a checkpoint; what it tells its
-    workers first."""
+def begun(memory: e.Memory, step: int = 5, weights: bool = False) -> tuple[Run, m.Begin]:
+    """A run that is evaluated every 5 steps, and goes on from a checkpoint, or takes its weights;
+    what it tells its workers first."""
     config = TWO_NODES.config.model_copy(update={"eval": EvalSection(every_steps=5, steps=2)})
     run = replace(TWO_NODES, config=config).new_run()
-    resumed = e.Resumed(f"/checkpoints/step-{step}", step, 3, "tp1 pp1 dp2")
+    resumed = e.Resumed(f"/checkpoints/step-{step}", step, 3, "tp1 pp1 dp2", weights)
     events: list[e.Event] = [e.CoordinatorStarted({}, "/checkpoints", resumed, memory)]
     events += [NodeGranted(node) for node in TWO_NODES.first]
     events.append(e.LaunchAllowed())
@@ -325,6 +325,16 @@ def begun(memory: e.Memory, step: int = 5) -> tuple[Run, m.Begin]:
     told = [each.message for each in of(a.Send, actions)]  # type: ignore[attr-defined]
     (begin,) = [message for message in told if isinstance(message, m.Begin)]
     return run, begin
+
+
+def test_a_run_that_takes_weights_begins_as_a_new_one() -> None:
+    run, begin = begun(e.Memory(), 0, weights=True)
+    assert (begin.checkpoint, begin.weights) == ("/checkpoints/step-0", True)
+    assert not begin.evaluate
+    shown = run.snapshot(4.0, "", "")
+    assert shown.step == 0
+    _, begin = begun(e.Memory(4), 5)
+    assert not begin.weights
 
 
 @pytest.mark.parametrize(

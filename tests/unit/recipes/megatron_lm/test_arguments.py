@@ -204,6 +204,35 @@ def test_a_checkpoint_is_loaded_where_there_is_one(tmp_path: Path) -> None:
     assert values(f"{more} --exit-on-missing-checkpoint")["checkpoint.load"] == str(tmp_path)
 
 
+def test_finetuning_takes_the_weights_of_what_is_loaded(tmp_path: Path) -> None:
+    more = f"--load {tmp_path} --finetune --no-load-optim --no-load-rng"
+    assert not any(key.startswith("checkpoint") for key in values(more))
+    (tmp_path / TRACKER_FILE).write_text("release")
+    found = values(f"{more} --exit-on-missing-checkpoint")
+    assert found["checkpoint.weights"] == str(tmp_path)
+    assert "checkpoint.load" not in found
+    with pytest.raises(ConfigError, match="--finetune with --save that is --load"):
+        values(f"{more} --save {tmp_path} --save-interval 5")
+
+
+def test_a_pretrained_checkpoint_is_for_the_first_start(tmp_path: Path) -> None:
+    saves = tmp_path / "saves"
+    more = f"--pretrained-checkpoint {tmp_path}"
+    assert values(more)["checkpoint.weights"] == str(tmp_path)
+    more += f" --load {saves} --save {saves} --save-interval 5"
+    found = values(f"{more} --exit-on-missing-checkpoint")
+    assert found["checkpoint.weights"] == str(tmp_path)
+    assert found["checkpoint.load"] == str(saves)
+    (note,) = notes_of(f"{JOB} {more}".split())
+    assert f"begins with the weights of {tmp_path}, as long as" in note
+    saves.mkdir()
+    (saves / TRACKER_FILE).write_text("7")
+    found = values(more)
+    assert "checkpoint.weights" not in found
+    assert found["checkpoint.load"] == str(saves)
+    assert values(f"--load {saves} --finetune")["checkpoint.weights"] == str(saves)
+
+
 def test_a_checkpoint_may_come_later_where_the_job_saves(tmp_path: Path) -> None:
     more = f"--load {tmp_path} --save {tmp_path}/x/.. --save-interval 5"
     assert values(more)["checkpoint.load"] == str(tmp_path)
@@ -226,6 +255,7 @@ def test_a_checkpoint_may_come_later_where_the_job_saves(tmp_path: Path) -> None
         (f"{JOB} --save /c", "--save wants --save-interval"),
         (f"{JOB} --save s3://c --save-interval 5", "--save s3://c: not supported, wanted a dir"),
         (f"{JOB} --load msc://c", "--load msc://c: not supported, wanted a directory"),
+        (f"{JOB} --no-load-optim", "--no-load-optim: not supported, a run goes on with the opt"),
         (f"{JOB} --train-samples 8", "--train-iters and --train-samples"),
         (f"{JOB} --lr-decay-samples 8", "--train-iters and --lr-decay-samples"),
         (f"{SAMPLES} --lr-warmup-iters 8", "--train-samples and --lr-warmup-iters"),
