@@ -419,10 +419,9 @@ def _free_kinds(world: Any, kinds: Iterable[str], spared: object = ()) -> None:
     _free(world.state, [kind for kind in kinds if kind != GRADIENT])
 
 
-def _saved(context: object, world: Any, step: int, directory: Path) -> m.Saved:
+def _saved(save: Any, world: Any) -> m.Saved:
     """A checkpoint of which nobody will read."""
-    scalars = world.scalar_state(step)
-    return m.Saved(worker=world.worker, generation=world.generation, scalars=scalars)
+    return m.Saved(worker=world.worker, generation=world.generation, scalars=save.scalars)
 
 
 @contextlib.contextmanager
@@ -436,7 +435,7 @@ def late_worlds(monkeypatch: pytest.MonkeyPatch, machines: Machines) -> Iterator
     # As on a GPU: what else this process has rehearsed says nothing about a seat.
     monkeypatch.setattr("liver_hpc.world.rehearsed.all_known", lambda _device: False)
     monkeypatch.setattr(WorldState, "release", _free)
-    monkeypatch.setattr("liver_hpc.checkpoint.saving.save", _saved)
+    monkeypatch.setattr("liver_hpc.checkpoint.saving.Save.now", _saved)
     monkeypatch.setattr("liver_hpc.world.hollow.hollow", lambda _world: None)
     monkeypatch.setattr("liver_hpc.world.hollow.free", _free_kinds)
     monkeypatch.setattr("liver_hpc.world.hollow.allocate", lambda _world, _kinds: None)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.memory.held import Held
-from liver_hpc.checkpoint.parts import save
+from liver_hpc.checkpoint.parts import Save
 from liver_hpc.clock import SystemClock
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.handoff.crossing import Crossing
@@ -83,7 +83,7 @@ class Seat:
         source.settle()
         scalars = source.scalar_state(STEPS + 2)
         if bounded:
-            saved = save(context, source, scalars.step, self._directory)
+            saved = Save(context, source, scalars.step, self._directory).now(source)
             assert not saved.error, saved.error
         for message in (m.Boundary, m.Verdict):
             session.deliver(message(generation=1, scalars=scalars))

@@ -30,13 +30,21 @@ class Save:
         self._writer: PartWriter | None = None
         self._problem = ""
         partial = partial_path(directory, step, world.generation)
+        prefix = f"g{world.generation}/checkpoint/{step}"
+        self._peers = Peers(context.open_store, prefix, context.config.deadlines.collective_s)
         try:
-            prefix = f"g{world.generation}/checkpoint/{step}"
-            limit_s = context.config.deadlines.collective_s
-            peers = Peers(context.open_store, prefix, limit_s)
-            self._writer = PartWriter(world, self.scalars, partial, peers)
+            self._writer = PartWriter(world, self.scalars, partial, self._peers)
         except FAILURES as error:
             self._problem = self._logged(error)
+
+    def now(self, world: World) -> Saved:
+        """Writes the world's own memory, while training stands still."""
+        kinds, state = world.recipe.spec.kinds, world.state
+        return self.done(lambda: (state, state.digests(kinds)))
+
+    def interrupt(self) -> None:
+        """Has nobody here wait for a peer's part any more; from any thread."""
+        self._peers.close()
 
     def done(self, take: Callable[[], tuple[BoxView, tuple[ClassDigest, ...]]]) -> Saved:
         """Writes what `take` gives, with digests of all that the worker holds.
@@ -74,12 +82,6 @@ class Save:
     def _logged(self, error: Exception) -> str:
         log.exception("step %d cannot be saved in %s", self.scalars.step, self._where)
         return getattr(error, "strerror", None) or str(error)
-
-
-def save(context: WorkerContext, world: World, step: int, directory: Path) -> Saved:
-    """Writes this worker's part while training stands still; see `Save`."""
-    kinds, state = world.recipe.spec.kinds, world.state
-    return Save(context, world, step, directory).done(lambda: (state, state.digests(kinds)))
 
 
 def restore(world: World, path: Path, weights: bool = False) -> Restored:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from liver_hpc.checkpoint.copied import HostCopy
-from liver_hpc.checkpoint.parts import Save, save
+from liver_hpc.checkpoint.parts import Save
 from liver_hpc.clock import Deadline
 from liver_hpc.errors import DeadlineError
 from liver_hpc.protocol.messages import ClassDigest, Saved
@@ -47,6 +48,7 @@ class Saving:
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
         self._writing: _Writing | None = None
+        self._waited_for: Save | None = None
         self._kept = plain_memory(0)
         self._asked_by = -1
         self._asked_for: _Writing | None = None
@@ -118,10 +120,21 @@ class Saving:
         if not self._writing.taken.wait(deadline.remaining_s()):
             raise deadline.error()
 
-    def now(self, world: World, step: int, directory: Path) -> None:
-        """Saves a boundary while training waits."""
+    def now(self, world: World, step: int, directory: Path, check: Callable[[], None]) -> None:
+        """Saves a boundary while training waits. check: raises where the world is to be let go;
+        `interrupt` ends what is waited for after that."""
         world.settle()
-        self._context.send(save(self._context, world, step, directory))
+        made = self._waited_for = Save(self._context, world, step, directory)
+        try:
+            check()
+            self._context.send(made.now(world))
+        finally:
+            self._waited_for = None
+
+    def interrupt(self) -> None:
+        """Has training wait for no peer's part any more; from any thread."""
+        if (made := self._waited_for) is not None:
+            made.interrupt()
 
     def lets_cross(self, generation: int) -> bool:
         """Whether the handoff to a generation, which is ready, may have the next boundary.

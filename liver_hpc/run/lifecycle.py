@@ -256,10 +256,7 @@ class Lifecycle:
     def _linger(self, unseated: Collection[int]) -> None:
         """Those that were not told to go stay until the world that trains has a snapshot, or their
         node is about to be taken."""
-        for worker in sorted(unseated):
-            node = self.agents.node_of(worker)
-            left_s = self.elastic.nodes.window_s((node,), self._clock.now_s())
-            self.agents.linger(worker, min(self._limits.boundary_s, left_s - self.agents.exit_s))
+        self.elastic.nodes.linger(unseated, self._limits.boundary_s, self._clock.now_s())
         if self.world is not None and self.world.rank_map.layout.workers == 1:
             self.agents.end_lingering(f"there are no snapshots in {self.world}")
 
@@ -386,6 +383,8 @@ class Lifecycle:
         """
         if self._state is ENDED:
             return
+        if self._stop_later is not None and not self._stop_reason:
+            self._stop_reason, _, self._stop_as = self._stop_later
         attempt = self.recorder.attempt
         if attempt is not None:
             source = attempt.request.source

@@ -505,19 +505,15 @@ _TABLE: dict[tuple[RunState, type], Handler] = {
         },
     ),
     **_in(
-        (RECOVERING,),
-        {
-            m.Halted: lambda run, event: run.recoveries.halted(event),
-            m.Refilled: lambda run, event: run.recoveries.refilled(event),
-        },
-    ),
-    **_in(
         WITH_WORLD,
         {
             m.StepDone: Run._step_done,
             m.Evaluated: Run._evaluated,
             m.Verified: Run._verified,
             m.Finished: Run._finished,
+            # Of a worker that was given up meanwhile they come when nobody waits any more.
+            m.Halted: lambda run, event: run.recoveries.halted(event),
+            m.Refilled: lambda run, event: run.recoveries.refilled(event),
             m.Saved: lambda run, event: None,  # what it comes to is found out elsewhere
             **dict.fromkeys(get_args(m.OfAttempt), Run._of_attempt),
         },

@@ -97,6 +97,13 @@ class HeldNodes(dict[str, HeldNode]):
         known = [at_s for at_s in deadlines if at_s is not None]
         return max(0.0, min(known, default=math.inf) - now_s)
 
+    def linger(self, workers: Iterable[int], limit_s: float, now_s: float) -> None:
+        """These workers stay with their snapshots for so long, or until their node is about to be
+        taken."""
+        for worker in sorted(workers):
+            left_s = self.window_s((self.agents.node_of(worker),), now_s)
+            self.agents.linger(worker, min(limit_s, left_s - self.agents.exit_s))
+
     def room(self, occupied: Collection[str]) -> int | None:
         """How many workers the run may have without being asked; None without bound.
 

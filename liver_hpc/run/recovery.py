@@ -26,7 +26,8 @@ from liver_hpc.run.records import RecoveryRecord
 from liver_hpc.run.salvage import Salvage, difference, newest
 
 MOST_ROUNDS = 8
-"""So many beginnings without a world that trains are the last: there is more wrong than that."""
+"""So many beginnings without a world that trains are the last, and so many recoveries in a row
+without a step that had not been done before: there is more wrong than a lost worker."""
 
 
 @dataclass
@@ -90,6 +91,8 @@ class Recoveries:
         self._now: _Recovery | None = None
         self._unseated: tuple[int, ...] = ()  # of the last one
         self._caught_up = 0, -math.inf  # when so many steps are done, or at that time
+        self._furthest = -1  # the most steps that were done when one began
+        self._in_vain = 0  # how many have begun since without a further one
         self._newest = -1, 0  # snapshot: its generation and step
 
     def describe(self) -> str:
@@ -125,6 +128,12 @@ class Recoveries:
         lingering = frozenset(self._agents.lingering)
         self._now = _Recovery(world, world, reason, self._clock.now_s(), lingering)
         self._out.append(a.Note(f"recovery: {reason}"))
+        done = self._handoffs.steps_done
+        self._in_vain = 0 if done > self._furthest else self._in_vain + 1
+        self._furthest = max(self._furthest, done)
+        if self._in_vain >= MOST_ROUNDS:
+            self._give_up(f"{MOST_ROUNDS} recoveries have come no further than step {done}")
+            return
         wanted = [*world.rank_map.workers, *sorted(back), *sorted(lingering)]
         stay = {*wanted, *self._agents.spare(clearing=True)}
         here = filter(self._agents.agent_of, self._agents.present())
@@ -146,13 +155,19 @@ class Recoveries:
             return
         halt = m.Halt(generation=now.halting.generation, reason=now.reason)
         self._agents.send(here, halt)
-        # A worker that computes answers once it comes to a collective.
-        self._wait(self._config.limits.boundary_s)
+        limits = self._config.limits
+        # A worker that computes answers once it comes to a collective. Who lingers stays for that,
+        # and for what comes of it.
+        self._wait(limits.boundary_s)
+        stay_s = limits.boundary_s + limits.prepare_s + limits.transfer_s
+        self._elastic.nodes.linger(now.lingering, stay_s, self._clock.now_s())
         self._refill_if_told()
 
     def halted(self, message: m.Halted) -> None:
         now = self._now
-        if now is not None and now.target is None and message.generation == now.halting.generation:
+        if now is None or now.target is not None or message.generation != now.halting.generation:
+            return
+        if message.worker in now.held:  # else it was struck off before it said so
             now.held[message.worker] = message.held
             self._refill_if_told()
 
@@ -218,6 +233,8 @@ class Recoveries:
     def refilled(self, message: m.Refilled) -> None:
         now = self._now
         if now is None or now.target is None or message.generation != now.target.generation:
+            return
+        if message.worker not in now.involved:
             return
         now.refilled[message.worker] = message
         if self._awaited():

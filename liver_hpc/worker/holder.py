@@ -206,6 +206,7 @@ class WorldHolder:
         if refilling is not None:
             refilling.close()
         self._snapshots.interrupt()
+        self._saving.interrupt()
         self.proceed.set()
 
     def _check_halt(self) -> None:

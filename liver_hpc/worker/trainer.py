@@ -182,6 +182,7 @@ class Trainer(WorldHolder):
                 self._drop(session)
             self._save_if_due(boundary, saved, wanted)
         self._saving.finish(self._limits.boundary_s / 2)
+        self._check_halt()  # a peer that is lost while it saves takes what is not saved with it
         self._context.send(m.Finished(worker=self._context.worker, step=self.step))
 
     @contextlib.contextmanager
@@ -268,7 +269,7 @@ class Trainer(WorldHolder):
 
     def _save(self, directory: Path) -> None:
         assert self._world is not None
-        self._saving.now(self._world, self.step, directory)
+        self._saving.now(self._world, self.step, directory, self._check_halt)
         self._step_begins_s = self._context.clock.now_s()
 
     def _report(self, world: World, result: StepResult, started_s: float, ended_s: float) -> None:

@@ -25,6 +25,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import GlobalMemoryBuffer
 
+from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.tensors import TensorSpec
 from liver_hpc.world import thread
@@ -84,6 +85,25 @@ def _build_optimizers_alone() -> None:
     alone = _Instead(dist, get_world_size=lambda *_args: 1, all_gather_object=gather)
     module: Any = importlib.import_module("megatron.core.optimizer")
     module.torch = _Instead(torch, distributed=alone)
+
+
+def answer_norm_groups(chained: Any, chunks: Iterable[Any]) -> None:
+    """From 0.19 on an optimizer asks all ranks once, in its first step, whether there are
+    parameters that have a gradient norm of their own, as MTP's do. It asks as often as the rank has
+    optimizers, of which a stage without experts has one and others two; and a rehearsal would ask
+    stand-ins. So it is answered here: there are none. Raises ConfigError where there are."""
+    module: Any = importlib.import_module("megatron.core.optimizer.optimizer")
+    names = getattr(module, "SEPARATE_GRAD_NORM_GROUPS", ())
+    if not names:
+        return
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if (group := getattr(parameter, module.GRAD_NORM_GROUP_ATTR, None)) is not None:
+                raise ConfigError(
+                    f"parameter {name!r} has a gradient norm of its own, that of the group "
+                    f"{group!r}: supported is one norm of all parameters"
+                )
+    chained._has_grad_norm_group_cache = dict.fromkeys(names, False)
 
 
 def _order_messages_of_two_stages() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from liver_hpc.layout.ramp import decay_steps
 from liver_hpc.layout.tensors import MAIN, MOMENTS
 from liver_hpc.recipes.base import Recipe
+from liver_hpc.world import megatron
 
 
 class Holding(NamedTuple):
@@ -40,7 +40,7 @@ def build(recipe: Recipe, chunks: Sequence[Any], groups: Any) -> Any:
     options, train = recipe.config.optimizer, recipe.config.train
     bf16 = recipe.spec.parameter_bytes == 2
     with torch.no_grad():  # views of fp32 parameters with a graph would keep its first nodes
-        return get_megatron_optimizer(
+        chained = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
                 lr=options.lr,
@@ -59,23 +59,8 @@ def build(recipe: Recipe, chunks: Sequence[Any], groups: Any) -> Any:
             use_gloo_process_groups=False,
             pg_collection=groups,
         )
-
-
-@contextmanager
-def forgetting(chained: Any) -> Iterator[None]:
-    """What megatron's optimizers note on themselves meanwhile is gone at the end.
-
-    Some of it is what a collective gave, which is asked once (`has_grad_norm_group`, 0.19): in a
-    rehearsal stand-ins have answered, and a worker that has rehearsed would leave out a collective
-    that one which has not waits in.
-    """
-    held = [(one, {*vars(one)}) for one in (chained, *chained.chained_optimizers)]
-    try:
-        yield
-    finally:
-        for one, names in held:
-            for name in {*vars(one)} - names:
-                delattr(one, name)
+    megatron.answer_norm_groups(chained, chunks)
+    return chained
 
 
 def build_scheduler(recipe: Recipe, chained: Any) -> OptimizerParamScheduler:

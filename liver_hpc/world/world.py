@@ -204,7 +204,7 @@ class World:
     def _rehearse(self, micro_batches: int) -> None:
         kept = [(place, *place.copy()) for place in buffers.all_buffers(self.chunks)]
         quiet = dropout.no_dropout(self.chunks)
-        with thread.rehearsal(), quiet, optimizer.forgetting(self.optimizer):
+        with thread.rehearsal(), quiet:
             self.forward_backward(0, most=micro_batches)
             self.update(0)
         self._clear_gradients()

@@ -56,21 +56,21 @@ def plant(worker: int, phase: str, done: Path) -> None:
     if phase in ("FLIP", "STALL"):
         plant_living(worker, phase)
     elif phase == "SAVE":
-        from liver_hpc.checkpoint import saving
+        from liver_hpc.checkpoint.parts import Save
 
-        hand_off, save, at_boundary = trainer.Trainer._hand_off, saving.save, [False]
+        hand_off, save, at_boundary = trainer.Trainer._hand_off, Save.now, [False]
 
         def handing_off(self: Any, *arguments: Any) -> None:
             at_boundary[0] = True
             hand_off(self, *arguments)
 
-        def dying_save(context: Any, *arguments: Any) -> Any:
+        def dying_save(self: Any, world: Any) -> Any:
             if at_boundary[0]:
-                die_if(context.worker)
-            return save(context, *arguments)
+                die_if(self._worker)
+            return save(self, world)
 
         trainer.Trainer._hand_off = handing_off  # type: ignore[method-assign]
-        saving.save = dying_save
+        Save.now = dying_save  # type: ignore[method-assign]
     elif phase == "VERDICT":
         verdict = Crossing._verdict
 

@@ -46,7 +46,7 @@ def through(
     """Loads what each chain's job has saved, and saves it; what differs from what it must be."""
     import torch.distributed as dist
 
-    from liver_hpc.checkpoint.parts import restore, save
+    from liver_hpc.checkpoint.parts import Save, restore
     from liver_hpc.world.groups import install_sentinel
     from liver_hpc.world.world import World
     from tests.integration.toys import derived
@@ -70,7 +70,7 @@ def through(
         restored = restore(world, Path(directory, "job", str(number)))
         differ = list(differences(world))
         ours = Path(directory, "ours", str(number))
-        written = save(context, world, restored.scalars.step, ours)
+        written = Save(context, world, restored.scalars.step, ours).now(world)
         found.append((restored.scalars, differ, written.error))
         world.close()
     return found

@@ -13,7 +13,7 @@ from liver_hpc.checkpoint.newest import newest_checkpoint
 from liver_hpc.config.megatron_checkpoint import TRACKER_FILE, tracked_step
 from liver_hpc.report.store import read_run
 from liver_hpc.run.directory import RunDirectory
-from tests.integration.runs import finish, start, worst_difference
+from tests.integration.runs import ENDLESS, finish, start, worst_difference
 from tests.integration.test_checkpoint import FAULTY, by_step, go_on, short_run
 
 pytestmark = pytest.mark.timeout(400)
@@ -114,3 +114,24 @@ def test_another_run_begins_with_the_weights_alone(copied: RunDirectory, tmp_pat
     newest = newest_checkpoint(run.path / "checkpoints")
     assert newest is not None
     assert newest.index.scalars.step == EVERY
+
+
+def test_a_worker_lost_while_it_writes_the_last_checkpoint_is_made_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank waits for its file meanwhile, and longer than the run may take for it."""
+    monkeypatch.setenv("LIVER_TEST_DIES_WRITING", f"1:{STEPS}")
+    config = short_run(
+        tmp_path,
+        STEPS,
+        recipe=FAULTY,
+        checkpoint={"every_steps": ENDLESS},
+        snapshots={"every_steps": 1},
+        deadlines={"collective_s": 300.0},
+    )
+    records = finish(start(config))
+    (recovery,) = records.recoveries
+    assert recovery.steps_redone <= 1
+    assert recovery.halted_s - recovery.noticed_s < 30.0
+    assert not [notice for notice in records.notices if notice.kind == "restart"]
+    assert [*records.steps][-1].step == STEPS - 1

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from itertools import groupby
@@ -130,10 +130,29 @@ class Peers:
         self._open_store = open_store
         self._prefix = prefix
         self._limit_s = limit_s
+        self._store: Any = None
+        self._closed = False
+
+    def close(self) -> None:
+        """Ends what is waited for, from any thread: a peer is lost."""
+        self._closed = True
+        if (store := self._store) is not None:
+            store.close()
+
+    @contextmanager
+    def _asked(self) -> Iterator[Any]:
+        self._store = store = self._open_store()
+        try:
+            if self._closed:
+                raise CheckpointError("a peer was lost")
+            yield store
+        finally:
+            self._store = None
+            store.close()
 
     def tell(self, rank: int, problem: str) -> None:
         """problem: why this rank's file will not come; empty once it is on the disk."""
-        with closing(self._open_store()) as store:
+        with self._asked() as store:
             store.set(f"{self._prefix}/{rank}", f"{problem}\n")  # no store takes an empty value
 
     def problems(self, ranks: int) -> list[str]:
@@ -141,7 +160,7 @@ class Peers:
         keys = [f"{self._prefix}/{rank}" for rank in range(1, ranks)]
         if not keys:
             return []
-        with closing(self._open_store()) as store:
+        with self._asked() as store:
             store.wait(keys, timedelta(seconds=self._limit_s))
             told = [store.get(key).decode().rstrip() for key in keys]
             for key in keys:

@@ -18,8 +18,9 @@ from liver_hpc.checkpoint.copied import HostCopy
 from liver_hpc.checkpoint.index import part_name, partial_path
 from liver_hpc.checkpoint.newest import newest_checkpoint
 from liver_hpc.checkpoint.saving import LONGEST_S, SHORTEST_S, Saving, interval_s
+from liver_hpc.checkpoint.torch_dist.parts import Peers
 from liver_hpc.clock import Clock, FakeClock, SystemClock
-from liver_hpc.errors import CheckpointError, PlanError
+from liver_hpc.errors import CheckpointError, LiverError, PlanError
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.tensors import PARAMETER, Box
 from liver_hpc.protocol.events import WorldRef
@@ -120,7 +121,7 @@ class Seat:
             settle=self._settle,
             scalar_state=scalar_state,
         )
-        context: Any = SimpleNamespace(
+        self.context: Any = SimpleNamespace(
             config=SimpleNamespace(
                 checkpoint=SimpleNamespace(every_steps="auto", cost=0.05),
                 deadlines=SimpleNamespace(collective_s=collective_s),
@@ -136,7 +137,7 @@ class Seat:
             open_store=None,
             checkpoints=directory,
         )
-        self.saving = Saving(context)
+        self.saving = Saving(self.context)
 
     def _settle(self) -> None:
         self.settled += 1
@@ -471,3 +472,73 @@ def test_without_being_asked_a_handoff_would_cross_while_one_is_written(
     monkeypatch.setattr(saving.HostCopy, "view", view_once_crossed)
     with pytest.raises(AssertionError, match="written across the boundary"):
         test_a_handoff_comes_between_checkpoints(run)
+
+
+class Silent:
+    """A store in which no peer ever tells of its part."""
+
+    def __init__(self) -> None:
+        self.waits, self.closed = threading.Event(), threading.Event()
+
+    def wait(self, _keys: list[str], _timeout: object) -> None:
+        self.waits.set()
+        assert self.closed.wait(WAIT_S)
+        raise LiverError("the store is closed")
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class FirstRank(PlainWriter):
+    """That of the first of two, which waits for the other one's part."""
+
+    def __init__(self, world: Any, scalars: Any, partial: Path, peers: Any) -> None:
+        super().__init__(world, scalars, partial, peers)
+        self._peers = peers
+
+    def write(self, state: Any) -> Any:
+        written = super().write(state)
+        assert not self._peers.problems(2)
+        return written
+
+
+def test_training_waits_for_no_peers_part_once_its_world_is_to_be_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("liver_hpc.checkpoint.parts.PartWriter", FirstRank)
+    seat, store = Seat(tmp_path), Silent()
+    seat.context.open_store = lambda: store
+    waits = threading.Thread(
+        target=seat.saving.now, args=(seat.world, 4, tmp_path, lambda: None), daemon=True
+    )
+    waits.start()
+    assert store.waits.wait(WAIT_S)
+    seat.saving.interrupt()
+    waits.join(WAIT_S)
+    assert not waits.is_alive()
+    (saved,) = seat.told(1)
+    assert "the store is closed" in saved.error
+
+
+def test_a_save_that_training_would_wait_for_does_not_begin_in_a_world_that_is_to_be_let_go(
+    tmp_path: Path,
+) -> None:
+    seat = Seat(tmp_path)
+
+    def check() -> None:
+        raise CheckpointError("halted")
+
+    with pytest.raises(CheckpointError, match="halted"):
+        seat.saving.now(seat.world, 4, tmp_path, check)
+    assert seat.said == []
+
+
+def test_peers_that_were_closed_are_not_asked() -> None:
+    store = Silent()
+    peers = Peers(lambda: store, "p", 1.0)
+    peers.close()
+    for ask in (lambda: peers.problems(2), lambda: peers.tell(1, "")):
+        with pytest.raises(CheckpointError, match="a peer was lost"):
+            ask()
+    assert store.closed.is_set()
+    assert not store.waits.is_set()

@@ -18,6 +18,7 @@ from liver_hpc.run.events import NodeGone, NodeGranted, NodeWarned
 from liver_hpc.run.lifecycle import RunState
 from liver_hpc.run.machine import Run
 from liver_hpc.run.records import EvaluationRecord, RecoveryRecord
+from liver_hpc.run.recovery import MOST_ROUNDS
 from liver_hpc.run.requests import IN_PLACE
 from tests.fakes import Fault
 from tests.unit.run.choices import Choices
@@ -711,6 +712,81 @@ def test_a_loss_once_another_worker_has_ended_is_not_made_good() -> None:
     assert play.run.ending is not None
     assert "worker 1 lost: signal 9" in play.run.ending.reason
     assert not recoveries(play)
+
+
+def test_a_stop_is_remembered_where_the_world_cannot_recover() -> None:
+    """The run has said that it will stop, and does not begin again from its checkpoint."""
+    play = that_recovers()
+    play.feed(e.CheckpointWritten(2, "/checkpoints/2", 1, 1.0, total_bytes=1))
+    lose(play, 1)
+    assert play.ask(m.StopRequest(checkpoint=False)).ok
+    lose(play, 0)
+    assert play.run.ending is not None
+    assert play.run.ending.state is Ending.STOPPED
+    assert "no boundary is left whole in memory" in play.run.ending.reason
+
+
+def test_a_world_that_breaks_again_and_again_at_one_step_is_given_up() -> None:
+    """Nobody is dead: the step itself fails, and would in each world that is filled for it."""
+    play = that_recovers()
+    for _ in range(MOST_ROUNDS):
+        generation = play.run.world.generation  # type: ignore[union-attr]
+        play.feed(m.Broken(worker=0, generation=generation, reason="NaN in the gradients"))
+        assert play.run.state is RunState.RECOVERING
+        play.settle()
+        assert play.run.state is RunState.TRAINING
+    generation = play.run.world.generation  # type: ignore[union-attr]
+    play.feed(m.Broken(worker=0, generation=generation, reason="NaN in the gradients"))
+    assert play.run.ending is not None
+    assert "NaN in the gradients; 8 recoveries have come no further than step" in (
+        play.run.ending.reason
+    )
+
+
+def test_recoveries_between_which_there_are_new_steps_may_be_many() -> None:
+    play = that_recovers()
+    for _ in range(MOST_ROUNDS + 2):
+        generation = play.run.world.generation  # type: ignore[union-attr]
+        play.feed(m.Broken(worker=0, generation=generation, reason="a link broke"))
+        play.settle()
+        for _ in range(2):
+            play.train()
+            play.settle()
+    assert play.run.state is RunState.TRAINING
+    assert len(recoveries(play)) == MOST_ROUNDS + 2
+
+
+def test_who_lingers_stays_as_long_as_a_recovery_may_need_it() -> None:
+    """Its time would be up while a worker that is late is still waited for."""
+    play = that_has_replaced()
+    play.wait(DEADLINES["boundary_s"] - 1.0)
+    play.workers[2].mute = True
+    lose(play, 0)
+    play.settle()
+    play.wait(DEADLINES["boundary_s"] - 1.0)
+    assert play.run.state is RunState.RECOVERING
+    assert told_to_exit(play) == set()
+    assert [*play.run.agents.lingering] == [1]
+
+
+def test_what_a_worker_says_that_was_given_up_meanwhile_is_not_waited_for() -> None:
+    play = four_that_train()
+    workers = play.run.world.rank_map.workers  # type: ignore[union-attr]
+    late, gone = workers[0], workers[3]
+    play.workers[late].mute = True
+    generation = play.run.world.generation  # type: ignore[union-attr]
+    lose(play, gone)
+    assert play.run.agents.leave(late, ended=False)
+    play.run.recoveries.lost(late, "its node is gone")
+    said = m.Halted(worker=late, generation=generation, held=play.workers[late].held)
+    play.feed(said)
+    play.calm()
+    assert play.run.state is RunState.TRAINING
+    assert late not in play.run.world.rank_map.workers  # type: ignore[union-attr]
+    (recovery,) = recoveries(play)
+    assert recovery.rounds == 1
+    play.feed(said)
+    assert play.run.state is RunState.TRAINING
 
 
 def test_nobody_waits_for_a_worker_that_ends_while_another_one_is_missed() -> None:
