@@ -207,7 +207,10 @@ def _srun(order: Order, count: int, name: str, around: str) -> list[str]:
         words.append("--overlap")
     else:
         wanted |= {"time": ALLOCATION_MIN, "partition": order.partition}
-        wanted["account"] = order.account or order.slurm.account
+        wanted |= {"account": order.account or order.slurm.account, "qos": order.slurm.qos}
+        for part in order.slurm.components[:1]:
+            given = {name: part.options.get(name) for name in ("constraint", "reservation")}
+            wanted |= given if part.partition == order.partition else {}
     return words + [f"--{option}={value}" for option, value in wanted.items() if value]
 
 

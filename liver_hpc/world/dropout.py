@@ -22,6 +22,9 @@ from liver_hpc.world import megatron, thread
 
 _SAMPLES, _LAYERS = 1_000_003, 1009
 """Primes that keep the seeds of samples and layers apart."""
+_APART = 1_640_531_527
+"""Odd, so that different seeds stay so; those of neighbours are far apart, as Megatron adds the
+tensor-parallel rank to a seed."""
 _DROPPING = frozenset({"dropout", "dropout_", "alpha_dropout", "feature_alpha_dropout"})
 _ATTENTION_RATE = 4
 """Its place among the arguments of torch's scaled_dot_product_attention."""
@@ -176,7 +179,8 @@ class _Seeder:
         micro_batch = thread.here.micro_batch
         if module.training and micro_batch is not None:
             seed = self._seed + _SAMPLES * (micro_batch.first_sample + 1)
-            megatron.seed_dropout((seed * _LAYERS + self._layer) % 2**31, self._tp_rank)
+            number = (seed * _LAYERS + self._layer) * _APART
+            megatron.seed_dropout(number % 2**31, self._tp_rank)
 
 
 def _drops(module: Any) -> bool:

@@ -26,6 +26,8 @@ from liver_hpc.run.outcome import write_private_json
 RECORD_FILE = "burst.json"
 _SAVED_S = 60.0
 """What is noted of held jobs is never older."""
+_LATE_S = 60.0
+"""So long Slurm may take to carry out a request whose id never came."""
 REJECTED_S = 1800.0
 """So long a node that has failed its health check is not asked for again."""
 
@@ -108,7 +110,7 @@ class BurstJobs:
             shortest_min=math.floor(self._slurm.end_window_s / 60) + 1,
         )
         self._reaper: Child | None = None
-        self._unsure = False  # whether Slurm may have taken a request whose id never came
+        self._unsure_until_s = -math.inf  # Slurm may carry out a request whose id never came
 
     def open(self, adopt: bool) -> list[Allocation]:
         """Readies what the requests need. What a killed coordinator has asked for is cancelled, or,
@@ -120,7 +122,8 @@ class BurstJobs:
         held: list[Allocation] = []
         earlier = self._earlier
         if earlier.job_name and adopt:
-            self.name, self._unsure = earlier.job_name, True
+            self.name = earlier.job_name
+            self._may_come_late()
             self.policy.spent_node_hours = earlier.node_hours  # of those that are over
             for job, granted in earlier.granted.items():
                 self.policy.granted(job, len(granted.nodes), granted.since_s)
@@ -162,7 +165,7 @@ class BurstJobs:
 
     def observe(self, jobs: Mapping[str, JobInfo]) -> list[Allocation]:
         """Takes in an answer about all pending requests; what was granted."""
-        if self._unsure:
+        if self._clock.now_s() < self._unsure_until_s:
             jobs = {**jobs, **self._adopt()}
         granted = []
         for job in list(self.policy.pending):
@@ -206,8 +209,10 @@ class BurstJobs:
         for job in found:
             self.policy.submitted(job, self._burst.nodes_per_request)
             self._note(f"burst request {job} was taken after all")
-        self._unsure = False
         return found
+
+    def _may_come_late(self) -> None:
+        self._unsure_until_s = self._clock.now_s() + _LATE_S
 
     def ended(self, job: str, by_us: bool) -> None:
         """An allocation is no more; one that was no burst allocation is nothing here."""
@@ -227,9 +232,11 @@ class BurstJobs:
             try:
                 job = self._once.sbatch([*asked, *self._exclusion()], script, told)
             except ControllerUnreachable:
-                self._unsure = True
+                self._may_come_late()
                 raise
             except SlurmError as error:
+                if error.code == 0:  # it is queued, whatever was printed
+                    self._may_come_late()
                 self.policy.refused()
                 self._note(f"a request for {request.nodes} burst nodes was refused: {error}")
                 return

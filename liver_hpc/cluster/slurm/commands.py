@@ -57,7 +57,7 @@ class SlurmError(LiverError):
 
     def __init__(self, line: Sequence[str], code: int, complaint: str) -> None:
         super().__init__(f"{' '.join(line)}: exit code {code}: {complaint or 'said nothing'}")
-        self.complaint = complaint
+        self.code, self.complaint = code, complaint
 
 
 class ControllerUnreachable(SlurmError):
@@ -76,6 +76,9 @@ class PartitionInfo:
     default: bool = False
 
 
+_HERE = ("--local", "--all")
+"""For squeue and sinfo: of this cluster, as in a federation one that does not answer would look
+like one without our jobs; and of hidden partitions, too."""
 _PREFERENCES = ("SQUEUE_", "SINFO_", "SCANCEL_", "SCONTROL_", "SACCT_")
 """Variables of users that would hide jobs, or have questions asked."""
 
@@ -170,11 +173,12 @@ class SlurmCommands:
 
     def sbatch(self, options: Sequence[str], script: Path, told: Sequence[str] = ()) -> str:
         """Submits `script`, which is told `told`; the job's id (a het job's leader)."""
-        printed = self._call(sbatch_words(options, script, told))
-        job = printed.strip().partition(";")[0]  # "123" or "123;cluster"
-        if not job.isdecimal():
-            raise LiverError(f"sbatch --parsable: wanted a job id, got {printed!r}")
-        return job
+        words = sbatch_words(options, script, told)
+        printed = self._call(words)
+        # "123" or "123;cluster"; what a site's wrapper prints comes before it.
+        if (found := re.search(r"^(\d+)(;\S*)?$", printed.strip().rpartition("\n")[2])) is None:
+            raise SlurmError(words, 0, f"wanted a job id, got {printed!r}")
+        return found[1]
 
     def cancel(self, job: str, signal: str = "") -> None:
         """Ends a job, a component ("123+1", or its own id) or a step ("123.4").
@@ -191,26 +195,30 @@ class SlurmCommands:
         """Ends a job and has it start again later."""
         self._call(["scontrol", "requeue", job])
 
-    def jobs(self, ids: Sequence[str]) -> dict[str, JobInfo]:
+    def jobs(self, ids: Sequence[str], own: bool = False) -> dict[str, JobInfo]:
         """Those of `ids` that are not over, by their own id; a leader's id means all components.
+        own: they are this user's, so that Slurm need not send several out of the whole queue.
 
         Jobs that nobody knows, or knows no longer, are absent.
         """
-        return self._squeue(f"--jobs={','.join(ids)}") if ids else {}
+        if not ids:
+            return {}
+        whose = [f"--user={os.geteuid()}"] if own and len(ids) > 1 else []
+        return self._squeue(*whose, f"--jobs={','.join(ids)}")
 
     def named(self, name: str) -> dict[str, JobInfo]:
         """The jobs of this user with this name that are not over."""
         return self._squeue(f"--user={os.geteuid()}", f"--name={name}")
 
     def _squeue(self, *which: str) -> dict[str, JobInfo]:
-        asked = ["squeue", "--noheader", *which, f"--format={JOB_FORMAT}"]
+        asked = ["squeue", *_HERE, "--noheader", *which, f"--format={JOB_FORMAT}"]
         return jobs_of_lines(self._call(asked, _UNKNOWN_JOB), self.hostnames)
 
     def steps(self, jobs: Sequence[str]) -> dict[str, list[str]]:
         """The ids, such as "123.4", of these jobs' steps that have not ended, by the steps' names;
         a component is asked for by its own id."""
         which = ["--noheader", "--steps", f"--jobs={','.join(jobs)}", f"--format={STEP_FORMAT}"]
-        return steps_of_lines(self._call(["squeue", *which], _UNKNOWN_JOB)) if jobs else {}
+        return steps_of_lines(self._call(["squeue", *_HERE, *which], _UNKNOWN_JOB)) if jobs else {}
 
     def run_step(self, words: Sequence[str]) -> None:
         """Runs an srun to its end, which has to be near."""
@@ -221,7 +229,7 @@ class SlurmCommands:
     def node_states(self, names: Sequence[str]) -> dict[str, str]:
         """Each node's state with its flags, such as "allocated+drain", "idle" or "down"."""
         which = ["--noheader", "--Node", f"--nodes={','.join(names)}"]
-        asked = ["sinfo", *which, "--Format=NodeList:|,StateComplete:|"]
+        asked = ["sinfo", *_HERE, *which, "--Format=NodeList:|,StateComplete:|"]
         lines = self._call(asked).splitlines() if names else []
         rows = [line.strip().split("|") for line in lines]  # one for every partition of a node
         return {row[0]: row[1].lower() for row in rows if len(row) >= 2}

@@ -28,6 +28,8 @@ GIVEN_BACK = "given back"
 
 _SAME_S = 1.5
 """Slurm's times are whole seconds; ends closer together than this are one."""
+_CUT_S = 60.0
+"""An end that was moved, and a SIGTERM, are of one preemption if no more time is between them."""
 _DRAINED_FLAGS = {"drain", "draining", "drained", "drng", "fail", "failing", "failg", "power_down"}
 """Jobs that are there go on, also on a node that was set to FAIL, or is to be switched off."""
 _DOWN_FLAGS = {"down", "powering_down", "powered_down"}
@@ -43,7 +45,8 @@ class Allocation:
     it. automatic: its nodes are used without being asked for. grace_s, most_grace_s: what its
     partition grants the preempted, of several the least and the most; None where nobody is. ends_s:
     when its time is up as long as nothing shortens it; None without a limit, or before that is
-    known. returning: why it is to be cancelled; empty as long as it is not.
+    known. cut: to when that was moved last from a later time, and when that was seen. returning:
+    why it is to be cancelled; empty as long as it is not.
     """
 
     name: str
@@ -59,6 +62,7 @@ class Allocation:
     grace_s: float | None = None
     most_grace_s: float | None = None
     ends_s: float | None = None
+    cut: tuple[float, float] | None = None
     warned: dict[str, NodeWarned] = field(default_factory=dict)
     end_told: EndNear | None = None
     given_back: set[str] = field(default_factory=set)
@@ -77,6 +81,13 @@ class Allocation:
     def is_shortened(self, ends_s: float) -> bool:
         """Whether its time is up earlier than was known."""
         return self.ends_s is None or ends_s < self.ends_s - _SAME_S
+
+    def was_cut(self, ends_s: float, at_s: float) -> bool:
+        """Whether its end was moved to `ends_s` at about that time."""
+        if self.cut is None:
+            return False
+        cut_s, seen_s = self.cut
+        return abs(cut_s - ends_s) <= _SAME_S and abs(seen_s - at_s) <= _CUT_S
 
     def granted_by(self, grace_s: Mapping[str, float]) -> None:
         """Notes what its partitions, by name, grant the preempted; a job is in one of several."""
@@ -223,6 +234,8 @@ class Holdings:
     def _end_moved(self, held: Allocation, ends_s: float, now_s: float) -> list[PoolEvent]:
         if held.is_preemption(ends_s, now_s):
             return held.warn(PREEMPTED, now_s, ends_s)
+        if held.ends_s is not None and held.is_shortened(ends_s):
+            held.cut = ends_s, now_s  # by somebody, or by a preemption whose signal comes next
         held.ends_s = ends_s
         if ends_s - now_s <= self._end_window_s:
             return held.warn(TIME_LIMIT, now_s, ends_s)
@@ -268,7 +281,8 @@ class Holdings:
             return held.warn(PREEMPTED, at_s, ends_s if ends_s > at_s else kill_s)
         if ends_s is not None and (signal != "SIGTERM" or ends_s <= at_s + _SAME_S):
             return held.warn(TIME_LIMIT, at_s, max(ends_s, kill_s))
-        if ends_s is not None and held.ends_s is not None and held.is_shortened(ends_s):
+        shortened = ends_s is not None and held.ends_s is not None and held.is_shortened(ends_s)
+        if ends_s is not None and (shortened or held.was_cut(ends_s, at_s)):
             return held.warn(PREEMPTED, at_s, ends_s)  # the grace time may be that of a QOS
         if signal != "SIGTERM":
             return self._unexplained(held, node, at_s)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,13 +29,13 @@ _HOPELESS = (
     "PartitionInactive",
     "InvalidAccount",
     "InvalidQOS",
-    "AssocMaxNodePerJobLimit",
-    "QOSMaxNodePerJobLimit",
     "JobHeldAdmin",
     "JobHeldUser",
     "JobLaunchFailure",
     "launch failed",
 )
+_OF_ONE_JOB = re.compile(r"(Assoc|QOS)Max\w+PerJob")
+"""A limit that the request itself is over, as AssocMaxWallDurationPerJobLimit."""
 
 Hostnames = Callable[[str], tuple[str, ...]]
 """The nodes of "n[1-3,7]", in order."""
@@ -70,7 +71,8 @@ class JobInfo:
     @property
     def hopeless(self) -> bool:
         """Whether it is pending and will not start by waiting."""
-        return self.state == "PENDING" and self.reason.startswith(_HOPELESS)
+        hopeless = self.reason.startswith(_HOPELESS) or _OF_ONE_JOB.match(self.reason)
+        return self.state == "PENDING" and bool(hopeless)
 
     def __str__(self) -> str:
         """`queued as job 12: PENDING (Resources)`, `job 12 is RUNNING on n1`."""

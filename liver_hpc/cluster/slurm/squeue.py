@@ -99,7 +99,7 @@ class Squeue:
             jobs = sorted(question.jobs)
             try:
                 if question.kind is _Kind.JOBS:
-                    question.jobs_found.set_result(self.commands.jobs(jobs))
+                    question.jobs_found.set_result(self.commands.jobs(jobs, own=True))
                 else:
                     question.steps_found.set_result(self.commands.steps(jobs))
             except LiverError as error:

@@ -12,8 +12,10 @@ from liver_hpc.cluster.launcher import KILLED
 _TASK = re.compile(r"^srun: (?:[^:]+: )*?([^:\s]+): tasks? [\d,\-\[\]]+: (.+)$", re.M)
 _NODE_LOST = re.compile(r"^srun: (?:error: )?Node failure on (\S+)$", re.M)
 _STEP_LOST = re.compile(r"^(srun|slurmstepd[^:]*): .*(node failure|node fail)", re.I | re.M)
+# That a node could not be told of its task ends a step that has begun on others.
 _UNREACHABLE = re.compile(
-    r"^srun: error: .*(Unable to contact slurm controller|Socket timed out"
+    r"^srun: error: (?!Task launch|Application launch)"
+    r".*(Unable to contact slurm controller|Socket timed out"
     r"|Zero Bytes were transmitted|Connection refused|Slurm temporarily unable)",
     re.M,
 )

@@ -99,7 +99,7 @@ PASSED = (
         "the model's architecture",
         """num_layers encoder_num_layers hidden_size ffn_hidden_size num_attention_heads
         kv_channels group_query_attention num_query_groups max_position_embeddings seq_length
-        encoder_seq_length position_embedding_type relative_attention_* rotary_* use_rotary_*
+        position_embedding_type relative_attention_* rotary_* use_rotary_*
         use_rope_scaling rope_* no_rope_freq yarn_* add_position_embedding
         normalization layernorm_epsilon norm_epsilon apply_layernorm_1p
         layernorm_zero_centered_gamma add_bias_linear add_qkv_bias swiglu squared_relu openai_gelu
@@ -251,6 +251,7 @@ REFUSED = (
           mrope_section transformer_impl=local|transformer_engine""",
           "decoder-only pretraining is what is supported"),
     Group("the model is Megatron core's", "use_legacy_models"),
+    Group("it is another name of an option", "encoder_seq_length", "--seq-length"),
     Group("Megatron itself takes it no more",
           "batch_size warmup model_parallel_size checkpoint_activations moe_extended_tp"),
     Group("its buffers and groups are made once a process, for one layout",

@@ -9,6 +9,9 @@ from megatron.core import num_microbatches_calculator
 
 from liver_hpc.recipes.megatron_lm.owned import steps_of
 
+_OFF = ("exit_signal_handler_for_training", "test_mode")
+"""Switches without effect in an elastic run, which would have one in its workers: a handler of
+signals, which only a main thread may install; and collectives in each forward."""
 _EVAL_BATCH = "eval_global_batch_size"
 _RAMP = "RampupBatchsizeNumMicroBatchesCalculator"
 
@@ -35,6 +38,9 @@ def take_over(arguments: Any) -> dict[str, Any]:
         validated = plain(args, noted, **options)
         if is_training_s:
             setattr(args, _EVAL_BATCH, args.global_batch_size)
+        for name in _OFF:
+            if hasattr(validated, name):
+                setattr(validated, name, False)
         return validated
 
     arguments.validate_args = validate_args

@@ -26,16 +26,16 @@ scancel --user=1000 --name=run-burst-1
 scontrol requeue 12
 
 # some jobs
-squeue --noheader --jobs=12,15 '--format=%A|%i|%T|%r|%e|%N|%j'
+squeue --local --all --noheader --jobs=12,15 '--format=%A|%i|%T|%r|%e|%N|%j'
 
 # jobs of a name
-squeue --noheader --user=1000 --name=run-burst-1 '--format=%A|%i|%T|%r|%e|%N|%j'
+squeue --local --all --noheader --user=1000 --name=run-burst-1 '--format=%A|%i|%T|%r|%e|%N|%j'
 
 # a job's steps
-squeue --noheader --steps --jobs=12,13 '--format=%i|%j'
+squeue --local --all --noheader --steps --jobs=12,13 '--format=%i|%j'
 
 # states of nodes
-sinfo --noheader --Node --nodes=n1,n2 '--Format=NodeList:|,StateComplete:|'
+sinfo --local --all --noheader --Node --nodes=n1,n2 '--Format=NodeList:|,StateComplete:|'
 
 # names of nodes
 scontrol show hostnames 'n[1-3]'

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from liver_hpc.world import dropout, thread
 from liver_hpc.world.dropout import no_dropout
 
 STATES = torch.ones(2, 4, 8)
@@ -72,3 +73,21 @@ def test_what_has_no_dropout_is_compiled_as_a_step_calls_it(rate: float, modes: 
     before = torch._C._len_torch_function_stack()
     with no_dropout([OnGpu(rate)]):
         assert torch._C._len_torch_function_stack() - before == modes
+
+
+def test_no_layer_has_the_masks_of_another_one_on_another_tensor_parallel_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Megatron seeds a rank's own stream by a layer's seed and its rank."""
+    seeds: list[int] = []
+    monkeypatch.setattr(
+        dropout.megatron, "seed_dropout", lambda seed, tp_rank: seeds.append(seed + tp_rank)
+    )
+    for sample in range(3):
+        micro_batch = SimpleNamespace(first_sample=sample)
+        monkeypatch.setattr(thread.here, "micro_batch", micro_batch)
+        for layer in range(33):
+            for tp_rank in range(8):
+                enter = dropout._Seeder(1234, layer, tp_rank)
+                enter(SimpleNamespace(training=True), ())
+    assert len({*seeds}) == len(seeds) == 3 * 33 * 8

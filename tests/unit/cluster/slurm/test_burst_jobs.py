@@ -76,6 +76,44 @@ def test_a_request_whose_answer_was_lost_is_found_by_its_name(
     assert [words[0] for words in cluster.asked].count("sbatch") == 1
 
 
+def test_a_request_that_slurm_carries_out_late_is_found_too(
+    cluster: Cluster, jobs: BurstJobs
+) -> None:
+    cluster.answers["sbatch"] = TimeoutExpired("slurm", 5.0)
+    with pytest.raises(ControllerUnreachable):
+        jobs.act()
+    assert jobs.observe({}) == []
+    cluster.answers["squeue"] = Answer(0, "7|7|RUNNING|None|9999|n4|burst\n")
+    assert [granted.job for granted in jobs.observe({})] == ["7"]
+
+
+def test_a_request_whose_id_is_not_in_what_sbatch_prints_is_found_and_none_follows_it(
+    cluster: Cluster, jobs: BurstJobs
+) -> None:
+    cluster.answers["sbatch"] = Answer(0, "Welcome\n")
+    for _ in range(3):
+        jobs.act()
+    assert [words[0] for words in cluster.asked].count("sbatch") == 1
+    cluster.answers["squeue"] = Answer(0, "7|7|RUNNING|None|9999|n4|burst\n")
+    assert [granted.job for granted in jobs.observe({})] == ["7"]
+    assert "wanted a job id" in cluster.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("reason", "hopeless"),
+    [
+        ("QOSMaxWallDurationPerJobLimit", True),
+        ("AssocMaxNodePerJobLimit", True),
+        ("QOSMaxGRESPerJob", True),
+        ("QOSMaxJobsPerUserLimit", False),
+        ("AssocGrpNodeLimit", False),
+        ("Resources", False),
+    ],
+)
+def test_a_limit_on_one_job_is_not_waited_for(reason: str, hopeless: bool) -> None:
+    assert JobInfo("7", None, "PENDING", reason, (), None).hopeless is hopeless
+
+
 def test_a_request_that_can_never_start_is_a_refused_one(cluster: Cluster, jobs: BurstJobs) -> None:
     cluster.answers["sbatch"] = Answer(0, "7\n")
     jobs.act()

@@ -133,6 +133,30 @@ def test_sbatch_gives_the_id_and_hands_over_the_words() -> None:
     assert played.asked == [["sbatch", "--parsable", "--time=1", "/a b/s", "-x", "y z"]]
 
 
+def test_what_a_site_has_sbatch_print_before_the_id_is_passed_over() -> None:
+    banner = "\n---- Welcome to the 7th Supercomputer ----\nNo reservation\n"
+    slurm = SlurmCommands(5.0, 0.0, run=Played(Answer(0, f"{banner}123\n")))
+    assert slurm.sbatch([], Path("/s")) == "123"
+    slurm = SlurmCommands(5.0, 0.0, run=Played(Answer(0, banner)))
+    with pytest.raises(SlurmError, match="exit code 0: wanted a job id, got") as caught:
+        slurm.sbatch([], Path("/s"))
+    assert caught.value.code == 0
+
+
+def test_squeue_is_asked_about_this_cluster_and_for_several_own_jobs_not_about_all() -> None:
+    played = Played(*[Answer(0, "")] * 4)
+    slurm = SlurmCommands(5.0, 0.0, run=played)
+    slurm.jobs(["1", "2"], own=True)
+    slurm.jobs(["1", "2"])
+    slurm.steps(["1"])
+    slurm.node_states(["n1"])
+    assert all({"--local", "--all"} <= {*words} for words in played.asked)
+    assert [any("--user" in word for word in words) for words in played.asked] == [
+        True,
+        *[False] * 3,
+    ]
+
+
 def test_steps_and_node_states() -> None:
     listed = Answer(0, "2.1|liver-a\n1.batch|batch\n2.4|liver-a|b\n")
     assert commands(listed).steps(["1", "2"]) == {

@@ -220,6 +220,26 @@ def test_an_end_that_comes_nearer_with_a_sigterm_is_a_preemption(held: Holdings)
     assert told == warned("n4 n5", "preempted", 1_000.0, 1_200.0)
 
 
+@pytest.mark.parametrize("grace_s", [120.0, 300.0])
+def test_so_it_is_where_the_nearer_end_is_seen_before_the_sigterm(
+    held: Holdings, grace_s: float
+) -> None:
+    """Slurm moves a job's end, and signals it then."""
+    held.learn(KILL_S, {})
+    info = replace(BURST, ends_s=1_000.0 + grace_s)
+    assert observe(held, info, now_s=1_000.5) == []
+    told = signalled(held, "n4", "SIGTERM", 1_000.0, info)
+    assert told == warned("n4 n5", "preempted", 1_000.0, 1_000.0 + grace_s)
+
+
+def test_a_limit_that_somebody_has_shortened_long_ago_is_no_preemption(held: Holdings) -> None:
+    held.learn(KILL_S, {})
+    info = replace(BURST, ends_s=9_000.0)
+    assert observe(held, info) == []
+    told = signalled(held, "n4", "SIGTERM", 2_000.0, info)
+    assert told == warned("n4", "cancelled", 2_000.0, 2_000.0 + KILL_S)
+
+
 def test_a_burst_job_goes_back_when_all_its_nodes_are_empty(held: Holdings) -> None:
     held.give_back("n4")
     held.use("n4")  # used again

@@ -123,7 +123,7 @@ def test_signals_that_come_together_are_one_question(
 
     watched.until(warned, "both warnings")
     assert len(controller.asked) - asked == 2
-    assert controller.asked[-1][2] == "--jobs=2,3"
+    assert "--jobs=2,3" in controller.asked[-1]
 
 
 def test_an_answer_that_makes_no_sense_is_told_and_watching_goes_on(

@@ -48,6 +48,11 @@ def test_why_an_srun_never_began() -> None:
     away = "srun: error: Unable to contact slurm controller (connect failure)\n"
     refused = "srun: error: Unable to create step for job 7: Required node not available\n"
     assert found_no_controller(away)
+    # A step that has begun, on all nodes but this one.
+    assert not found_no_controller(
+        "srun: error: Task launch for StepId=20.0 failed on node n3: Socket timed out on send/recv "
+        "operation\nsrun: error: Application launch failed: Socket timed out on send/recv\n"
+    )
     assert created_no_step(refused)
     assert last_error(STEP + refused).startswith("Unable to create step for job 7")
     assert last_error("srun: error: n2: task 1: Killed\n") == ""

@@ -54,6 +54,7 @@ REFUSED = {
     "--dataloader-type external": "--dataloader-type single",
     "--fim-data": "its draws depend on which samples",
     "--data-parallel-random-init": "begin with different values",
+    "--encoder-seq-length 8": "instead: --seq-length",
     "--ckpt-step 5": "a run begins with a whole checkpoint of the job, or, by --finetune,",
     "--no-save-optim": "a run begins with a whole checkpoint",
     "--use-checkpoint-args": "write the checkpoint's arguments out",
