@@ -20,6 +20,7 @@ from liver_hpc.config.schema import (
     DataSection,
     NetworkSection,
     RunConfig,
+    gpu_count,
 )
 from liver_hpc.errors import CheckpointError, ConfigError
 from liver_hpc.layout.batch import batch_fault
@@ -37,15 +38,17 @@ _LOCAL_WORKERS = 8
 _LOCAL_WORKERS_PER_CORE = 4
 
 
-def check_run(config: RunConfig, recipe: Recipe | None, found: Sequence[str] = ()) -> None:
+def check_run(
+    config: RunConfig, recipe: Recipe, found: Sequence[str] = (), derived: bool = True
+) -> None:
     """Raises ConfigError with everything that is wrong with the run, one problem a line.
 
-    recipe: None before its model's spec is known, which some checks need. `found`: problems that
-    were found elsewhere, told with these. `config.cluster.kind` "local"
+    derived: whether the spec of the recipe's model is known, which some checks need. `found`:
+    problems that were found elsewhere, told with these. `config.cluster.kind` "local"
     also checks this machine, "slurm" what is asked of the cluster; resolve "auto" before.
     """
-    layouts = [*_check_layouts(config, recipe)]
-    if recipe is not None and not layouts:
+    layouts = [*_check_layouts(config, recipe, derived)]
+    if derived and not layouts:
         layouts += _check_changes(config, recipe)
     problems = [
         *found,
@@ -108,7 +111,7 @@ def _check_counts(config: RunConfig) -> Iterator[str]:
             yield f"layouts.{count}: more workers than workers.max, which is {most}"
 
 
-def _check_layouts(config: RunConfig, recipe: Recipe | None) -> Iterator[str]:
+def _check_layouts(config: RunConfig, recipe: Recipe, derived: bool) -> Iterator[str]:
     for count in config.worker_counts:
         if not config.layout_table[count]:
             yield f"layouts.{count}: wanted at least one layout, got none"
@@ -120,7 +123,9 @@ def _check_layouts(config: RunConfig, recipe: Recipe | None) -> Iterator[str]:
                 yield f"{where}: given twice"
             faults = [batch_fault(config.train, layout)]
             try:
-                if recipe is not None:
+                if not derived:
+                    recipe.check_options_in(layout)
+                else:
                     recipe.check_layout(layout)
                     faults.append(Budget(config, recipe.spec).layout_fault(layout))
             except ConfigError as error:
@@ -267,6 +272,15 @@ def _check_slurm(config: RunConfig) -> Iterator[str]:
         earlier = [other.name for other in slurm.components[:index]]
         if component.name in earlier:
             yield f"{where}.name: {component.name!r} is given twice"
+    counts = {part.name: gpu_count(part.gpus_per_node) for part in slurm.components}
+    if slurm.burst is not None:
+        counts["burst"] = gpu_count(slurm.burst.gpus_per_node)
+    without = [name for name, count in counts.items() if not count]
+    if without and len(without) < len(counts):
+        yield (
+            f"cluster.slurm: gpus_per_node of {', '.join(without)} is 0, others have some: workers "
+            "on CPUs cannot train with those on GPUs"
+        )
     if slurm.components and slurm.components[0].join == "asked":
         yield (
             "cluster.slurm.components.0.join: the first component is used from the start; "

@@ -70,6 +70,11 @@ def _workers_fault(options: argparse.Namespace, workers: int) -> str:
 def _max_workers_fault(options: argparse.Namespace, workers: int) -> str:
     if workers < options.workers:
         return f"fewer than the {options.workers} at the start"
+    nodes, most = (
+        -(-count // (options.gpus_per_node or 1)) for count in (options.workers, workers)
+    )
+    if options.burst_partition is not None and nodes == most:
+        return f"no more nodes than the {nodes} at the start: --burst-partition would have none"
     return _workers_fault(options, workers)
 
 
@@ -93,7 +98,13 @@ _QUESTIONS = (
     Question("partition", "Partition of the nodes that are held throughout", of=_SLURM),
     Question("burst_partition", "Partition where preemptible nodes come from", of=_SLURM),
     Question("gpus_per_node", "GPUs of a node, a worker on each", kind=positive, of=_SLURM),
-    Question("workers", "Workers at the start", lambda options: 2, positive, fault=_workers_fault),
+    Question(
+        "workers",
+        "Workers at the start",
+        lambda options: options.gpus_per_node or 2,
+        positive,
+        fault=_workers_fault,
+    ),
     Question(
         "max_workers",
         "Workers at most",

@@ -489,6 +489,16 @@ class ClusterSection(Section):
     health_check: PlainText | None = None
     slurm: SlurmSection = SlurmSection()
 
+    @property
+    def parts(self) -> list[ComponentSection | BurstSection]:
+        """Of the nodes that a run on Slurm may have."""
+        return [*self.slurm.components, *([self.slurm.burst] if self.slurm.burst else [])]
+
+    @property
+    def wants_gpus(self) -> bool:
+        """Whether the nodes are asked for with GPUs."""
+        return self.kind == "slurm" and any(gpu_count(part.gpus_per_node) for part in self.parts)
+
     def slots(self, part: ComponentSection | BurstSection) -> int:
         """Workers that one node of a component or of a burst allocation takes."""
         return part.workers_per_node or self.workers_per_node or gpu_count(part.gpus_per_node) or 1

@@ -245,8 +245,13 @@ class Recipe(ABC):
             raise ConfigError(f"the spec of the model contradicts itself: {problem}")
         self._spec = spec
 
+    def check_options_in(self, layout: Layout) -> None:  # noqa: B027 - a recipe may know nothing
+        """Raises ConfigError where options alone say that the model cannot be laid out so: before
+        its spec is derived, which takes long, or cannot be done where a run is submitted."""
+
     def check_layout(self, layout: Layout) -> None:
         """Raises ConfigError when the model cannot be laid out so."""
+        self.check_options_in(layout)
         if layout.pp > 1:
             self.hidden_shape()
         self.spec.check_layout(layout)

@@ -37,9 +37,13 @@ class GPT(Recipe):
         self._check_data()
         self._samples: TokenSamples | None = None
 
-    def check_layout(self, layout: Layout) -> None:
-        if self.options.groups % layout.tp:
-            raise ConfigError(f"tp={layout.tp} does not divide {self.options.groups} query groups")
+    def check_options_in(self, layout: Layout) -> None:
+        options = self.options
+        if options.groups % layout.tp:
+            key = "heads" if options.query_groups is None else "query_groups"
+            raise ConfigError(f"tp={layout.tp} does not divide model.{key}, {options.groups}")
+        if layout.pp > options.layers:
+            raise ConfigError(f"pp={layout.pp} is more than the model's {options.layers} layers")
         self._check_experts(layout)
         shares = layout.tp * layout.cp if layout.sequence_parallel else 1
         if self.options.seq_length % shares:
@@ -52,7 +56,6 @@ class GPT(Recipe):
                 f"model.seq_length {self.options.seq_length} is not a multiple of 2 cp = "
                 f"{2 * layout.cp}: each context-parallel rank has two chunks of a sample"
             )
-        super().check_layout(layout)
 
     def _check_experts(self, layout: Layout) -> None:
         number = self.options.experts.number

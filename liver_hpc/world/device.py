@@ -202,8 +202,9 @@ def allow_concurrent_compile() -> None:
     symbolic.is_fx_symbolic_tracing = lambda: False
 
 
-def open_device(local_rank: int) -> Device:
-    """Claims this worker's device: CUDA device `local_rank` where there is one, else the CPU.
+def open_device(local_rank: int, wants_gpu: bool = False) -> Device:
+    """Claims this worker's device: CUDA device `local_rank` where there is one, else the CPU; with
+    `wants_gpu` a worker without CUDA raises LiverError.
 
     A node with fewer GPUs than workers has several on one, as a workstation on which a run is tried
     out: NCCL then works between them as if between hosts, through sockets. Raises LiverError where
@@ -236,6 +237,14 @@ def open_device(local_rank: int) -> Device:
                 f"has no queues left: each worker asks for {queues}, set {_QUEUES} to fewer"
             ) from error
         return Device(device)
+    if wants_gpu:
+        built = torch.version.cuda
+        what = "is built without CUDA" if built is None else f"is built for CUDA {built}"
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+        raise LiverError(
+            f"wanted a GPU, as the run file has gpus_per_node; torch {torch.__version__} {what}, "
+            f"and sees none on {socket.gethostname()} (CUDA_VISIBLE_DEVICES: {seen})"
+        )
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     from liver_hpc.world import cpu_shim
 

@@ -18,7 +18,7 @@ from tests.unit.config.runs import MINIMAL
 from tests.unit.standin import sitecustomize_in
 
 COMPONENTS = [
-    {"name": "main", "partition": "stable"},
+    {"name": "main", "partition": "stable", "gpus_per_node": 2},
     {"name": "extra", "partition": "stable", "gpus_per_node": 2},
 ]
 # A requeued job waits for its old credential to expire: 10 s here.

@@ -135,6 +135,18 @@ def test_gpus_are_a_number_or_a_type_and_a_number(tmp_path: Path, gpus: object) 
         load_run(write_minimal(tmp_path, cluster=section))
 
 
+def test_nodes_with_gpus_and_without_are_not_of_one_run() -> None:
+    main, extra = {"name": "main", "gpus_per_node": 2}, {"name": "extra"}
+    assert problems(on_slurm(main, extra, burst=BURST)) == [
+        "cluster.slurm: gpus_per_node of extra, burst is 0, others have some: workers on CPUs "
+        "cannot train with those on GPUs"
+    ]
+    config = on_slurm(main, burst={**BURST, "gpus_per_node": "h100:2"})
+    assert config.cluster.wants_gpus
+    assert not on_slurm(MAIN).cluster.wants_gpus
+    check_run(config, FourHeads())
+
+
 def test_what_was_found_before_is_told_with_the_rest() -> None:
     with pytest.raises(ConfigError, match=r"^2 problems\n  elsewhere\n  cluster.slurm.comp"):
         check_run(on_slurm(), FourHeads(), ["elsewhere"])

@@ -51,6 +51,22 @@ def test_what_is_written_passes_the_checks(flags: list[str], capsys: Captured) -
     assert list(_problems(Path("run.yaml"))) == []
 
 
+def test_a_node_with_gpus_has_a_worker_on_each_and_burst_nodes_come_beside_it() -> None:
+    flags = ["--cluster", "slurm", "--burst-partition", "preempt", "--gpus-per-node", "8"]
+    assert liver("init", "--defaults", *flags) == 0
+    found = yaml.safe_load(Path("run.yaml").read_text())
+    assert found["workers"] == {"initial": 8, "max": 16}
+    assert found["cluster"]["slurm"]["burst"]["max_nodes"] == 1
+
+
+def test_a_burst_partition_that_would_have_no_node_is_refused(capsys: Captured) -> None:
+    flags = [*ON_SLURM, "--max-workers", "8", "--burst-partition", "preempt"]
+    assert liver("init", "--defaults", *flags) == 2
+    assert "no more nodes than the 1 at the start: --burst-partition would have none" in (
+        capsys.readouterr().err
+    )
+
+
 def _problems(path: Path) -> Iterator[str]:
     """By the schema that the file names."""
     first, _, text = path.read_text().partition("\n")

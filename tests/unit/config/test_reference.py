@@ -30,6 +30,7 @@ from liver_hpc.config.schema import (
     WandbSection,
     WorkersSection,
 )
+from liver_hpc.recipes.base import load_recipe
 from liver_hpc.recipes.completion import load_users_run
 from liver_hpc.recipes.gpt_config import GPTConfig, LayerTimes
 from tests.unit.layout.models import gpt_recipe
@@ -167,5 +168,6 @@ def test_the_file_for_a_script_of_megatron_lm_is_complete(configs: Path) -> None
     path = configs / "megatron-lm.yaml"
     assert len(path.read_text().splitlines()) <= 15
     config = load_users_run(path)
-    check_run(config.model_copy(update={"cluster": ClusterSection(kind="local")}), None)
+    config = config.model_copy(update={"cluster": ClusterSection(kind="local")})
+    check_run(config, load_recipe(config), derived=False)
     assert (config.train.steps, config.schedule.style) == (400, "cosine")

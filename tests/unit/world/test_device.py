@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from liver_hpc.errors import DeadlineError
+from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.world.device import NCCL_SETTINGS, Device, open_device
 from tests.late_device import LateDevice, LateNetwork, Machines
 
@@ -50,6 +50,14 @@ def test_no_two_workers_of_one_gpu_are_of_one_host(local_rank: int, gpu: int, ho
     assert device.torch_device == torch.device("cuda", gpu)
     assert device.late
     assert os.environ.get("NCCL_HOSTID", "") == (host and f"{socket.gethostname()}{host}")
+
+
+def test_a_worker_that_wants_a_gpu_does_not_train_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(LiverError, match=r"wanted a GPU, .* sees none on"):
+        open_device(0, wants_gpu=True)
 
 
 @pytest.mark.parametrize(("given", "told"), [("", "32"), ("1", "1"), ("32", "32")])
