@@ -41,8 +41,9 @@ METHOD = {
     "smallest model",
     "recovery": "from the signal to the end of the first step beyond all that had been done, less "
     "one undisturbed step of that layout: detection and redone steps are in it; steps are those of "
-    "a run of that layout that nothing happens to. Growing back comes after that (whole_s), as a "
-    "handoff, whose cost is that of any other",
+    "a run of that layout that nothing happens to, with snapshots every step, too, which each step "
+    "pays for. bare_over_restart: less a step of a run without. Growing back comes after that "
+    "(whole_s), as a handoff, whose cost is that of any other",
     "restart": "the same of a run that begins again from its checkpoint by itself, in its best "
     "case: one is written after every step, page cache warm. Training "
     "stands still while they are written; that is left out. Copies that are taken beside redone "
@@ -115,7 +116,7 @@ def result(
         **{f"detection_{fault}_s": each_s for fault, each_s in detection_s.items()},
         **{
             figure: max(value for name, value in medians.items() if name.startswith(f"{figure}_of"))
-            for figure in ("recovery_s", "recovery_over_restart")
+            for figure in ("recovery_s", "recovery_over_restart", "bare_over_restart")
         },
         "steps_rolled_back_max": max(t.steps_redone for t in trials if t.method == MEMORY),
         "max_relative_difference": max(trial.difference for trial in ours),
@@ -150,6 +151,9 @@ def _by_case(trials: Sequence[Trial]) -> dict[str, list[float]]:
             found[f"{method}_s_of_{case}_{size}"] = [trial.lost_s for trial in trials_of]
             found[f"{method}_whole_s_of_{case}_{size}"] = [trial.whole_s for trial in trials_of]
         found[f"recovery_over_restart_of_{case}_{size}"] = _ratios(some, others)
+        found[f"bare_over_restart_of_{case}_{size}"] = [
+            one.bare_s / other.lost_s for one, other in zip(some, others, strict=True)
+        ]
         if theirs:
             found[f"{TORCHFT}_s_of_{case}_{size}"] = [trial.lost_s for trial in theirs]
             found[f"recovery_over_torchft_of_{case}_{size}"] = _ratios(some, theirs)

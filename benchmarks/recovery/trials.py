@@ -66,7 +66,8 @@ CASES = (
 @dataclass(frozen=True)
 class Trial:
     """One loss. lost_s: what it took of training: until a step more was done than before, less one
-    that is undisturbed. whole_s: until the end of the first step in the layout that there was.
+    that is undisturbed. bare_s: the same, less one that nobody takes a snapshot beside. whole_s:
+    until the end of the first step in the layout that there was.
     source, target: layouts. difference: largest, relative, of a loss against the undisturbed run's.
     left: processes after the run's end."""
 
@@ -80,6 +81,7 @@ class Trial:
     let_go_s: float
     refill_s: float
     lost_s: float
+    bare_s: float
     whole_s: float
     median_step_s: float
     steps_redone: int
@@ -89,9 +91,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class Quiet:
-    """An undisturbed run of one layout."""
+    """An undisturbed run of one layout. bare_step_s: without snapshots."""
 
     median_step_s: float
+    bare_step_s: float
     losses: Mapping[int, float]
 
 
@@ -129,10 +132,15 @@ class Trials:
     # ---- undisturbed runs
 
     def quiet(self, size: str, layout: Layout) -> Quiet:
-        """Of the layout that is left after a loss; measured once."""
+        """Of the layout that is left after a loss, with the same snapshots, and without any, for
+        its time alone; measured once."""
         if (size, layout) not in self._quiet:
-            records, _ = self._run(self.run_config(size, [layout], {}), _reach_end)
-            self._quiet[size, layout] = Quiet(median_step_s(records.steps), losses(records))
+            with_, without = (
+                self._run(self.run_config(size, [layout], sections), _reach_end)[0]
+                for sections in (_SECTIONS[MEMORY], {})
+            )
+            times_s = median_step_s(with_.steps), median_step_s(without.steps)
+            self._quiet[size, layout] = Quiet(*times_s, losses(with_))
         return self._quiet[size, layout]
 
     # ---- losses
@@ -173,6 +181,7 @@ class Trials:
             let_go_s=math.nan if recovered is None else recovered.let_go_s,
             refill_s=math.nan if recovered is None else recovered.refill_s,
             lost_s=found.back_s - median_s,
+            bare_s=found.back_s - (median_s if recovered is None else quiet.bare_step_s),
             whole_s=back_s,
             median_step_s=median_s,
             steps_redone=found.steps_redone,
@@ -184,7 +193,9 @@ class Trials:
         """Of which only what it took is known."""
         config = self.run_config(size, [case.layout, case.left], {})
         took_s = torchft.lose(config, self._directory, WARM_STEPS, AFTER_STEPS, EVENT_S)
-        times_s = dict.fromkeys(("noticed_s", "let_go_s", "refill_s", "whole_s"), math.nan)
+        times_s = dict.fromkeys(
+            ("noticed_s", "let_go_s", "refill_s", "bare_s", "whole_s"), math.nan
+        )
         return Trial(
             size=size,
             case=case.name,

@@ -62,6 +62,7 @@ FIGURES: dict[str, dict[str, str]] = {
         "all cases, s",
         "recovery_over_restart": "that over a restart from the same boundary's checkpoint; worst "
         "case",
+        "bare_over_restart": "the same, less a step of a run without snapshots",
         "steps_rolled_back_max": "most steps done again, snapshots every step",
         "max_relative_difference": "of losses after it, against undisturbed runs (fp32)",
         "copies_overhead_percent": "CPU seconds of a run that takes snapshots, interval auto, over "

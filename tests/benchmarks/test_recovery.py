@@ -105,6 +105,7 @@ def trial(method: str, lost_s: float, case: str = "worker", **fields: object) ->
         let_go_s=math.nan,
         refill_s=math.nan,
         lost_s=lost_s,
+        bare_s=lost_s + 0.5,
         whole_s=2 * lost_s,
         median_step_s=1.0,
         difference=1e-7,
@@ -123,6 +124,7 @@ def test_the_worst_case_is_claimed_with_the_largest_detection() -> None:
     blocks = {WITH: [Block(10, 10.2, 3.0)], WITHOUT: [Block(5, 5.0, math.nan)]}
     figures = result(trials, blocks).figures
     assert figures["recovery_s_of_worker_25m"] == 2.0
+    assert figures["bare_over_restart"] == 0.45
     assert figures["recovery_whole_s_of_worker_25m"] == 4.0
     assert figures["recovery_over_restart_of_worker_25m"] == pytest.approx(0.2)
     assert figures["recovery_over_restart"] == 0.4
