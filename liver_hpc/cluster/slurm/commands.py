@@ -175,10 +175,10 @@ class SlurmCommands:
         """Submits `script`, which is told `told`; the job's id (a het job's leader)."""
         words = sbatch_words(options, script, told)
         printed = self._call(words)
-        # "123" or "123;cluster"; what a site's wrapper prints comes before it.
-        if (found := re.search(r"^(\d+)(;\S*)?$", printed.strip().rpartition("\n")[2])) is None:
+        # "123" or "123;cluster", among whatever a site's wrapper prints.
+        if not (found := re.findall(r"^(\d+)(?:;\S*)?$", printed, re.M)):
             raise SlurmError(words, 0, f"wanted a job id, got {printed!r}")
-        return found[1]
+        return str(found[-1])
 
     def cancel(self, job: str, signal: str = "") -> None:
         """Ends a job, a component ("123+1", or its own id) or a step ("123.4").

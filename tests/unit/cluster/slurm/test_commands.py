@@ -133,10 +133,11 @@ def test_sbatch_gives_the_id_and_hands_over_the_words() -> None:
     assert played.asked == [["sbatch", "--parsable", "--time=1", "/a b/s", "-x", "y z"]]
 
 
-def test_what_a_site_has_sbatch_print_before_the_id_is_passed_over() -> None:
+def test_what_a_site_has_sbatch_print_beside_the_id_is_passed_over() -> None:
     banner = "\n---- Welcome to the 7th Supercomputer ----\nNo reservation\n"
-    slurm = SlurmCommands(5.0, 0.0, run=Played(Answer(0, f"{banner}123\n")))
-    assert slurm.sbatch([], Path("/s")) == "123"
+    for printed in (f"{banner}123\n", f"123;east\n{banner}"):
+        slurm = SlurmCommands(5.0, 0.0, run=Played(Answer(0, printed)))
+        assert slurm.sbatch([], Path("/s")) == "123"
     slurm = SlurmCommands(5.0, 0.0, run=Played(Answer(0, banner)))
     with pytest.raises(SlurmError, match="exit code 0: wanted a job id, got") as caught:
         slurm.sbatch([], Path("/s"))
