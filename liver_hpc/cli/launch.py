@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from liver_hpc.cli.client import answers
+from liver_hpc.cli.client import answers, coordinator_lives
 from liver_hpc.cli.submission import checked_run, new_run, note_latest
 from liver_hpc.cluster.slurm.run_job import OwnJob
 from liver_hpc.config.schema import RunConfig, SlurmSection
@@ -119,7 +119,8 @@ def coordinate_here(run: RunDirectory) -> Outcome | None:
     """Takes over a run whose coordinator is gone, or stands still, and coordinates it to its end,
     as `run_here` does; of a run on Slurm, on a node of its job.
 
-    Raises LiverError where the run is over, or its coordinator answers.
+    Raises LiverError where the run is over, its coordinator answers or will come by itself, and
+    where this is not the place for one, which could not take the run's agents over.
     """
     if (outcome := run.outcome()) is not None:
         raise LiverError(f"run {run} is over: {outcome}; `liver submit --resume` begins it again")
@@ -129,8 +130,27 @@ def coordinate_here(run: RunDirectory) -> Outcome | None:
             f"run {run}: its coordinator answers (process {address.pid} on {address.hostname})"
         )
     signals = JobSignals()
+    _check_place(run, signals.job)
     signals.listen()
     return signals.coordinate(run)
+
+
+def _check_place(run: RunDirectory, own: OwnJob | None) -> None:
+    address, job_id = run.coordinator(), run.job_id()
+    if run.config().cluster.kind == "slurm":
+        if own is None or own.job_id != job_id:
+            here = "outside of a job" if own is None else f"in job {own.job_id}"
+            raise LiverError(
+                f"run {run} is of job {job_id}, and this is {here}: its coordinator wants the "
+                "environment of that job's batch script"
+            )
+    elif address is not None and not address.is_here:
+        raise LiverError(
+            f"run {run}: its coordinator was process {address.pid} on {address.hostname}, where "
+            "its agents are; that is where another one can take over"
+        )
+    if address is None and coordinator_lives(run):
+        raise LiverError(f"run {run}: what starts its coordinator may live, and starts another one")
 
 
 def _open_run(config: RunConfig, job: OwnJob | None) -> RunDirectory:

@@ -55,7 +55,7 @@ def file_lock(path: Path, limit_s: float = LOCK_LIMIT_S) -> Iterator[None]:
     """Holds an exclusive lock on `path`, which is created and left behind.
 
     The lock ends with its process, however that ends. Raises DeadlineError after `limit_s`, and
-    ConfigError where the file cannot be made.
+    ConfigError where the file cannot be made, or its file system has no locks.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,6 +69,9 @@ def file_lock(path: Path, limit_s: float = LOCK_LIMIT_S) -> Iterator[None]:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
+            except OSError as error:
+                why = f"cannot be locked: {error.strerror}; its file system wants flock"
+                raise ConfigError(f"{path}: {why}") from error
             return True
 
         deadline = Deadline.after(SystemClock(), limit_s, f"the process that has locked {path}")

@@ -108,7 +108,16 @@ def unpickled(path: Path) -> Any:
 
 
 def torch_loaded(stream: IO[bytes]) -> Any:
-    """What torch.save has written, on the CPU; raises DAMAGE."""
+    """What torch.save has written, on the CPU; raises DAMAGE.
+
+    In a TorchScript archive, which is code, torch would look by other means than our unpickler.
+    """
+    start, torchs = stream.tell(), vars(torch.serialization)
+    if torchs["_is_zipfile"](stream):
+        with torchs["_open_zipfile_reader"](stream) as reader:
+            if torchs["_is_torchscript_zip"](reader):
+                raise pickle.UnpicklingError("it is a TorchScript archive")
+    stream.seek(start)
     return torch.load(stream, "cpu", _pickle_module, weights_only=False)
 
 

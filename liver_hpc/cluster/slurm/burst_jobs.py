@@ -21,6 +21,7 @@ from liver_hpc.cluster.slurm.replies import COMPLETING, RUNNING, JobInfo
 from liver_hpc.cluster.slurm.script import BURST_SCRIPT, burst_options, burst_script
 from liver_hpc.config.schema import BurstSection, RunConfig
 from liver_hpc.host.child import Child, Command
+from liver_hpc.run.epoch import newest_epoch
 from liver_hpc.run.outcome import write_private_json
 
 RECORD_FILE = "burst.json"
@@ -132,10 +133,11 @@ class BurstJobs:
             self._commands.cancel_named(earlier.job_name)
         self.save()
         program = [sys.executable, "-P", "-m", "liver_hpc.cluster.slurm.reaper"]
+        epoch = newest_epoch(self._run_directory)  # this coordinator's
         self._reaper = Child(
             Command(
                 "the reaper of burst jobs",
-                [*program, self.name, str(self._run_directory)],
+                [*program, self.name, str(self._run_directory), str(epoch)],
                 orphan_signal=None,
                 stdin=subprocess.PIPE,
                 log=self._run_directory / "logs" / "reaper.log",

@@ -1,7 +1,8 @@
-"""`python -m liver_hpc.cluster.slurm.reaper NAME RUN_DIRECTORY`.
+"""`python -m liver_hpc.cluster.slurm.reaper NAME RUN_DIRECTORY EPOCH`.
 
-A child that outlives a killed coordinator until another one has taken over, which has a reaper of
-its own, or else for as long as it takes to cancel its burst jobs.
+A child of the coordinator of that number, which outlives it where it is killed: until another one
+has taken over, which has a reaper of its own, or else for as long as it takes to cancel its burst
+jobs.
 
 Keepers end by themselves, but a request that is still pending has none yet.
 """
@@ -44,18 +45,23 @@ def cancel_all(commands: SlurmCommands, name: str, settle_s: float = 0.0) -> Non
 
 
 def main() -> int:
-    name, run = sys.argv[1], RunDirectory(Path(sys.argv[2]))
+    name, run, epoch = sys.argv[1], RunDirectory(Path(sys.argv[2])), int(sys.argv[3])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s [reaper] %(message)s")
-    config, epoch = run.config(), newest_epoch(run.path)
+    config = run.config()
     # Whoever ends the coordinator politely ends it first, and it dismisses the reaper.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.buffer.read()  # until the coordinator, which alone holds the other end, is gone
     deadline = Deadline.after(SystemClock(), config.deadlines.coordinator_s, "a coordinator")
-    while not deadline.expired() and run.last_outcome() is None:
-        if newest_epoch(run.path) > epoch:
-            log.info("another coordinator has taken over")
-            return 0
+    while not deadline.expired():
+        try:
+            if newest_epoch(run.path) > epoch:
+                log.info("another coordinator has taken over")
+                return 0
+            if run.last_outcome() is not None:
+                break
+        except (LiverError, OSError) as error:
+            log.warning("%s", error)
         threading.Event().wait(_LOOK_S)
     log.info("the coordinator is gone; cancels all jobs named %s", name)
     slurm = config.cluster.slurm

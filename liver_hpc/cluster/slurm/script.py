@@ -67,10 +67,13 @@ def batch_script(cluster: ClusterSection, run: RunDirectory) -> str:
 
 
 def burst_script(cluster: ClusterSection) -> str:
-    """It holds the allocation for as long as the run goes on; its argument is the run directory."""
+    """It holds the allocation for as long as the run goes on; its argument is the run directory.
+    What goes along of the environment stands in it, as others see command lines."""
+    options = cluster.slurm.burst.options if cluster.slurm.burst is not None else {}
     keeper = shlex.join([*python_words(cluster), "-m", "liver_hpc.node.keeper"])
     lines = [
         "#!/bin/bash",
+        _directive("export", options.get("export", "ALL")),
         "# Keeps preemptible nodes for a run, and gives them back when the run is over.",
         *cluster.slurm.setup,
         f'exec {keeper} --run-directory "$1"',
@@ -109,8 +112,8 @@ def job_options(cluster: ClusterSection, run: RunDirectory) -> list[Options]:
 def burst_options(
     slurm: SlurmSection, part: BurstSection, request: Request, name: str, run_directory: Path
 ) -> list[str]:
-    """A burst job's options for sbatch. It survives the loss of one of its nodes and is never
-    requeued. What the section itself says comes last and wins."""
+    """A burst job's options for sbatch, beside those of its script. It survives the loss of one of
+    its nodes and is never requeued. What the section itself says comes last and wins."""
     options = {
         "job-name": name,
         "partition": part.partition,
@@ -120,10 +123,10 @@ def burst_options(
         "no-kill": True,
         "output": _log_pattern(run_directory / "logs", "burst-%j.log"),
         "open-mode": "append",
-        "export": "ALL",
         "account": slurm.account,
         "qos": slurm.qos,
         **_resources(part),
+        "export": None,
     }
     return option_words(_given(options))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -13,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from liver_hpc.cli.launch import CoordinatorJob, coordinate_locally
+from liver_hpc.cli.launch import CoordinatorJob, coordinate_here, coordinate_locally
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.coordinator.connections import Control, Inbox
 from liver_hpc.coordinator.hosting import MOST_KILLED_IN_VAIN, HostedCoordinator
 from liver_hpc.errors import LiverError
 from liver_hpc.run.directory import RunDirectory, create_run_directory
-from liver_hpc.run.epoch import Superseded, claim_epoch
+from liver_hpc.run.epoch import Superseded, claim_epoch, newest_epoch
 from liver_hpc.run.events import StopSignalled
-from liver_hpc.run.outcome import Outcome
+from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome
 from tests.unit.cli.test_run_here import PLAYED
 from tests.unit.config.runs import minimal
 
@@ -336,3 +337,22 @@ def test_an_outcome_is_known_while_its_metrics_are_written(
     assert (hosted.outcome.state, hosted.outcome.step) == ("stopped", 7)
     os.kill(hosted._pid, signal.SIGKILL)
     hosted.wait(LIMIT_S)
+
+
+def test_nobody_coordinates_a_run_where_its_agents_cannot_be_taken_over(
+    asked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That would end the run, whose own coordinator may only be slow."""
+    run = a_run(requeue=True)
+    run.note_job_id("78", run.path.name)
+    with pytest.raises(LiverError, match="is of job 78, and this is in job 77: its coord"):
+        coordinate_here(run)
+    monkeypatch.delenv("SLURM_JOB_ID")
+    with pytest.raises(LiverError, match="is of job 78, and this is outside of a job"):
+        coordinate_here(run)
+    run = create_run_directory(minimal(cluster={"kind": "local"}), "elsewhere")
+    address = {"host": "127.0.0.1", "port": 1, "pid": 1, "hostname": "far", "epoch": 1}
+    (run.path / COORDINATOR_FILE).write_text(json.dumps(address))
+    with pytest.raises(LiverError, match="was process 1 on far, where its agents are"):
+        coordinate_here(run)
+    assert newest_epoch(run.path) == 0

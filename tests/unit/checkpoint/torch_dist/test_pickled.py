@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import pickle
 from pathlib import Path
@@ -44,6 +45,20 @@ def test_arguments_are_read_whatever_classes_they_have(tmp_path: Path) -> None:
     assert isinstance(found["args"].path, StandIn)
     assert (found["step"], found["dtype"]) == (3.0, torch.bfloat16)
     assert not (tmp_path / "made").exists()
+
+
+def test_torchscript_is_not_run() -> None:
+    """torch.load would hand such an archive on, past our unpickler."""
+
+    class Adds(torch.nn.Module):
+        def forward(self, one: torch.Tensor) -> torch.Tensor:
+            return one + 1
+
+    archive = io.BytesIO()
+    torch.jit.save(torch.jit.script(Adds()), archive)
+    archive.seek(0)
+    with pytest.raises(pickle.UnpicklingError, match="TorchScript"):
+        torch_loaded(archive)
 
 
 def test_a_damaged_pickle_is_named(tmp_path: Path) -> None:
