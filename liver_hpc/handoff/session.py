@@ -190,6 +190,8 @@ class Session:
         while True:
             if self.halted is not None:
                 raise WorldHalted(self.halted.reason)
+            if self.aborted is not None and wanted is not Resume:  # it may have been taken out
+                raise HandoffAborted(self.aborted)
             try:
                 message = self._inbox.get(timeout=max(deadline.remaining_s(), 0.001))
             except queue.Empty:

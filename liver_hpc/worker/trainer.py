@@ -352,8 +352,16 @@ class Trainer(WorldHolder):
         if session.bounded:
             self._save(self._context.checkpoints)  # the way back
         else:
-            source.settle()
-            self._snapshots.begin(source, self.step, leaves=True)
+            try:
+                source.settle()
+                self._snapshots.begin(source, self.step, leaves=True)
+            except FAILURES:
+                if session.aborted is None:
+                    raise
+                # Which has ended what goes on in groups that the target has, too.
+                log.info("the source's parameters were not gathered", exc_info=True)
+                self._go_back(session, source, session.aborted)
+                return
         boundary = m.AtBoundary(
             worker=self._context.worker,
             generation=session.generation,

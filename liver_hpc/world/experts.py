@@ -8,7 +8,9 @@ from functools import cache
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
+from liver_hpc.transport.streams import lane_streams
 from liver_hpc.world import thread
 
 # Any: what is replaced in them has no types.
@@ -46,8 +48,8 @@ def _scale_by_micro_batch(scaler: Any) -> None:
 
 def prepare(module: torch.nn.Module) -> None:
     """Makes a chunk's routers count no tokens of micro-batches that count nowhere, and gives its
-    token dispatchers a stream of their own: Megatron has one a process, in which training would
-    wait for what is rehearsed."""
+    token dispatchers and shared experts streams of their own: Megatron has one a process, in which
+    training would wait for what is rehearsed, or draws one that a lane may have."""
     for part in module.modules():
         if isinstance(getattr(part, _COUNTS, None), torch.Tensor):
             before: list[torch.Tensor] = []
@@ -55,9 +57,22 @@ def prepare(module: torch.nn.Module) -> None:
             part.register_forward_hook(_PutBack(before))
     dispatchers: list[Any] = [getattr(part, "token_dispatcher", None) for part in module.modules()]
     with_stream = [each for each in dispatchers if hasattr(each, "cuda_dtoh_stream")]
-    stream: Any = torch.cuda.Stream() if with_stream else None  # type: ignore[no-untyped-call]
-    for dispatcher in with_stream:
-        dispatcher.cuda_dtoh_stream = stream
+    if with_stream:
+        stream = _own_stream(module)
+        for dispatcher in with_stream:
+            dispatcher.cuda_dtoh_stream = stream
+    shared = [part for part in module.modules() if isinstance(part, SharedExpertMLP)]
+    if overlapped := [part for part in shared if part.stream is not None]:
+        stream = _own_stream(module)
+        for part in overlapped:
+            part.stream = stream
+
+
+def _own_stream(module: torch.nn.Module) -> Any:
+    """One that nothing else has as long as the module lives."""
+    if torch.cuda.is_available():
+        return lane_streams(torch.device("cuda", torch.cuda.current_device())).take(module)
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
 class _Keep:

@@ -81,9 +81,9 @@ def test_an_absent_sbatch_is_told_with_all_else_that_is_wrong(
 SLURM = {
     "components": [
         {"name": "main", "partition": "stable", "nodes": 2, "gpus_per_node": 2},
-        {"name": "extra", "join": "asked"},
+        {"name": "extra", "join": "asked", "gpus_per_node": 2},
     ],
-    "burst": {"partition": "preempt", "max_nodes": 2, "time_min": 30},
+    "burst": {"partition": "preempt", "max_nodes": 2, "time_min": 30, "gpus_per_node": 2},
     "setup": ["module load cuda"],
     "python": "python3",
 }

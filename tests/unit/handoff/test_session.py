@@ -13,6 +13,7 @@ from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol.messages import (
     Abort,
     Arm,
+    Boundary,
     Prepare,
     Resume,
     ScalarState,
@@ -122,3 +123,15 @@ def test_what_has_been_opened_ends_with_the_attempt_and_what_is_opened_later_at_
     assert (told, wire.closed) == ([False], True)
     session.close_at_end(late)  # type: ignore[arg-type]
     assert late.closed
+
+
+def test_an_abort_ends_each_wait_that_comes_after_it_too() -> None:
+    """Whoever has taken it out may have been ended by something else that it has broken."""
+    session, _ = session_of(2)
+    session.deliver(Abort(generation=4, reason="a joiner is lost"))
+    for wanted in (Boundary, Verdict):
+        with pytest.raises(HandoffAborted, match="a joiner is lost"):
+            session.wait(wanted, 1.0, "a word")
+    resume = Resume(generation=4)
+    session.deliver(resume)
+    assert session.wait(Resume, 1.0, "all to go back") is resume
