@@ -4,6 +4,7 @@ that can be are marked and built without a trace in the training thread beside."
 from __future__ import annotations
 
 import gc
+import importlib
 import threading
 import time
 import weakref
@@ -569,25 +570,23 @@ def test_a_rehearsal_with_dropout_and_recomputation_leaves_no_trace_in_training(
     leaves_no_trace(device, rehearse, steps=6, recompute="full")
 
 
-def test_what_stand_ins_have_answered_in_a_rehearsal_is_not_remembered(
+def test_no_rank_is_asked_for_gradient_norms_of_their_own(
     device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Megatron 0.19 asks once whether any rank has a gradient norm of its own: all ranks have to
-    ask it together, those that have rehearsed and those that have not."""
+    """Megatron 0.19 would ask all ranks, as often as each has optimizers, and in a rehearsal
+    stand-ins."""
+    from liver_hpc.world import megatron
+
+    module: Any = importlib.import_module("megatron.core.optimizer.optimizer")
+    monkeypatch.setattr(module, "SEPARATE_GRAD_NORM_GROUPS", ("mtp",), raising=False)
+    monkeypatch.setattr(module, "GRAD_NORM_GROUP_ATTR", "grad_norm_group", raising=False)
     world = build_world(tiny_recipe(), device, "dp2")
-    (one,) = world.optimizers
-    prepare, asked = type(one).prepare_grads, []
-
-    def asking(self: Any) -> Any:
-        if not hasattr(self, "answer"):
-            self.answer = True
-            asked.append(self)
-        return prepare(self)
-
-    monkeypatch.setattr(type(one), "prepare_grads", asking)
-    for _ in range(2):
-        world.warm_up()
-    assert asked == [one, one]
+    assert world.optimizer._has_grad_norm_group_cache == {"mtp": False}
+    (chunk,) = world.chunks
+    tagged: Any = next(chunk.parameters())
+    tagged.grad_norm_group = "mtp"
+    with pytest.raises(ConfigError, match="has a gradient norm of its own, that of the group 'mtp"):
+        megatron.answer_norm_groups(world.optimizer, world.chunks)
     world.close()
 
 
