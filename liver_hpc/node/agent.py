@@ -324,7 +324,7 @@ class Agent:
     def _start_waiting(self) -> None:
         """Those that waited for the warm process."""
         for launch in self._launches.values():
-            if not (launch.started or launch.error):
+            if not (launch.started or launch.error or launch.is_to_end):
                 self._start(launch)
 
     def _cold(self, why: str) -> None:

@@ -84,6 +84,10 @@ class Launch:
     def started(self) -> bool:
         return self._joiner is not None
 
+    @property
+    def is_to_end(self) -> bool:
+        return self._code is not None
+
     def start(self, warm: WarmProcess | None) -> None:
         """Starts its workers, and beside them who is to meet for them. Raises LiverError."""
         self._workers.start(warm)

@@ -58,7 +58,13 @@ class GPTConfig(RecomputeConfig):
     def _of_preset(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        return PRESETS.get(str(given.get("preset")), {}) | given
+        preset = PRESETS.get(str(given.get("preset")), {})
+        sections = {
+            key: value | given[key]
+            for key, value in preset.items()
+            if isinstance(value, dict) and isinstance(given.get(key), dict)
+        }
+        return preset | given | sections
 
     @field_validator("preset")
     @classmethod

@@ -239,11 +239,11 @@ class Agents:
         agents = self._agents.values()
         return {each.seat.node for each in agents if not each.gone or each.slots()}
 
-    def ending(self) -> bool:
+    def ending(self, lingering: bool = True) -> bool:
         """Whether slots will soon be free: of agents that are of no more use, of joiners that let
-        their handoff go, or of workers that have left."""
+        their handoff go, or of workers that have left, which may take long (`lingering`)."""
         ends = any(agent.end_by for agent in self._agents.values())
-        return ends or bool(self._clearing or self.lingering)
+        return ends or bool(self._clearing or (lingering and self.lingering))
 
     def spare(self, clearing: bool) -> list[int]:
         """Workers that have no seat and may have one: kept ones, and maybe those that will be."""

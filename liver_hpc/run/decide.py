@@ -231,7 +231,8 @@ class Decider:
         nodes, estimates = self.nodes, self.estimates
         occupied = tuple(sorted({nodes.agents.node_of(worker) for worker in doomed}))
         window_s = nodes.window_s(occupied, self.now_s)
-        if nodes.agents.ending() and window_s > PATIENT_EXITS * nodes.agents.exit_s:
+        ending = nodes.agents.ending(lingering=False)
+        if ending and window_s > PATIENT_EXITS * nodes.agents.exit_s:
             return Wait("agents that are ending hold slots that may be needed")
         if math.isinf(window_s) and nodes.stuck == nodes.situation(self.world):
             return None  # nobody takes the nodes away: the run stays where it is

@@ -172,6 +172,10 @@ class ElasticPolicy:
             return False
         hurries = held.deadline_s is None and event.deadline_s is not None
         held.warning = event
+        lingering = self._agents.lingering
+        for worker in self._agents.workers_on({event.node}, tuple(lingering)):
+            stays_s = lingering[worker].remaining_s()
+            self.nodes.linger((worker,), stays_s, self._clock.now_s())
         if not self.notices.warned(event, held.node.allocation) and not hurries:
             return False
         left_s = None if event.deadline_s is None else event.deadline_s - self._clock.now_s()
@@ -382,7 +386,11 @@ class ElasticPolicy:
 
     def _unneeded(self, node: Node, idle_s: float) -> bool:
         """Whether the run could have all its workers without a node that nobody takes away."""
+        burst = self._config.cluster.slurm.burst
         if not node.burst or idle_s < self._config.policy.retry_s:
+            return False
+        held = sum(each.node.burst and not each.given_back for each in self.nodes.values())
+        if burst is not None and held <= burst.min_nodes:
             return False
         steady = self.nodes.steady_slots(with_burst=True)
         return steady - (node.slots or 0) >= self._most_workers()

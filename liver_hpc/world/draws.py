@@ -13,7 +13,7 @@ from liver_hpc.errors import PlanError
 _DRAWS = frozenset({
     "normal_", "uniform_", "trunc_normal_", "kaiming_normal_", "kaiming_uniform_",
     "xavier_normal_", "xavier_uniform_", "orthogonal_", "sparse_", "random_", "bernoulli_",
-    "exponential_",
+    "exponential_", "log_normal_", "cauchy_", "geometric_",
 })
 _FACTORIES = frozenset({
     "tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "eye",
@@ -22,7 +22,9 @@ _FACTORIES = frozenset({
 })
 # fmt: on
 _RANDOM = frozenset({"rand", "randn", "rand_like", "randn_like"})
-_RANDOM_CHOICES = frozenset({"randint", "randint_like", "randperm", "multinomial", "bernoulli"})
+_RANDOM_CHOICES = frozenset(
+    {"randint", "randint_like", "randperm", "multinomial", "bernoulli", "poisson"}
+)
 
 
 class NoDraws(TorchFunctionMode):
@@ -48,6 +50,8 @@ class NoDraws(TorchFunctionMode):
             if name in _RANDOM:
                 made = torch.zeros_like if name.endswith("_like") else torch.zeros
                 return self._instead(made(*args, **kwargs))
+            if name == "normal":
+                return self._instead(_shaped_as_normal(*args, **kwargs))
             if name in _RANDOM_CHOICES:
                 raise PlanError(
                     f"the model draws by torch.{name} as it is built, which would differ between "
@@ -72,6 +76,8 @@ class OnMeta(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         kwargs.pop("generator", None)  # no values, no draws
         name = getattr(function, "__name__", "")
+        if name == "normal":
+            return _shaped_as_normal(*args, **kwargs).to("meta")
         if name in _FACTORIES:
             kwargs["device"] = "meta"
         elif name in ("cuda", "cpu") and args[0].is_meta:
@@ -80,3 +86,14 @@ class OnMeta(TorchFunctionMode):
             args = tuple("meta" if isinstance(a, str | torch.device) else a for a in args)
             kwargs |= {"device": "meta"} if "device" in kwargs else {}
         return function(*args, **kwargs)
+
+
+def _shaped_as_normal(
+    mean: Any = 0.0, std: Any = 1.0, size: Any = (), **options: Any
+) -> torch.Tensor:
+    """Zeros of the shape of what torch.normal would give."""
+    tensors = [each for each in (mean, std) if isinstance(each, torch.Tensor)]
+    if not tensors:
+        return torch.zeros(size, **{key: v for key, v in options.items() if key != "out"})
+    shaped: list[torch.Tensor] = torch.broadcast_tensors(*tensors)  # type: ignore[no-untyped-call]
+    return torch.zeros_like(shaped[0])

@@ -184,11 +184,14 @@ class _Seeder:
 
 
 def _drops(module: Any) -> bool:
+    """Whether its configuration says so, or a module in it has a rate of whatever name, such as the
+    `p` of torch's and the `dropout` of its attention."""
     config = module.config
     rates = [getattr(config, name, 0) for name in ("hidden_dropout", "attention_dropout")]
     return any(rates) or any(
-        isinstance(part, torch.nn.modules.dropout._DropoutNd) and part.p
+        isinstance(value, float) and value > 0 and (name == "p" or "drop" in name)
         for part in module.modules()
+        for name, value in vars(part).items()
     )
 
 

@@ -282,3 +282,9 @@ def write_common(path: Path, state: Mapping[str, Any]) -> None:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def dtype_bytes(name: str) -> int:
+    """Of an element of the dtype that torch calls so."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype.itemsize

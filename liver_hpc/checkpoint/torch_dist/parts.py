@@ -30,7 +30,7 @@ from liver_hpc.checkpoint.torch_dist.files import (
     write_common,
     write_table,
 )
-from liver_hpc.checkpoint.torch_dist.places import Part, stored
+from liver_hpc.checkpoint.torch_dist.places import Part, first_of_each, stored
 from liver_hpc.checkpoint.torch_dist.reads import PREFIXES, Pieces, Source
 from liver_hpc.checkpoint.written import written_boxes
 from liver_hpc.errors import CheckpointError, PlanError
@@ -67,11 +67,12 @@ def write_part(
             prefixes = PREFIXES[kind]
             if kind == PARAMETER and state.model.main_is_parameter and tensor.role == "trained":
                 prefixes += PREFIXES[MAIN][:1]
+            counted = first_of_each(pieces[tensor.name])
             for found in stored(tensor, box, pieces[tensor.name]):
                 keys = [prefix + found.piece.key for prefix in prefixes]
                 view = seen(state.view(kind, index, found.box), found.part)
                 file.add(keys, found.piece.shape, found.at, view)
-                got += view.numel()
+                got += view.numel() if found.piece in counted else 0
             if got != box.elements:
                 raise PlanError(
                     f"sharded_state_dict places {got} of the {box.elements} elements of {box} of "
@@ -224,6 +225,13 @@ def read_tensors(state: WorldState, held: Held, pieces: Pieces, weights: bool = 
             data = reader.read(place)
             for one in group:
                 view = seen(state.view(one.kind, one.tensor_index, one.box), one.part)
+                tensor = state.model.tensors[one.tensor_index]
+                cast = weights and view.is_floating_point() and data.is_floating_point()
+                if tensor.role == "frozen" and view.dtype != data.dtype and not cast:
+                    raise CheckpointError(
+                        f"{held.path}: {tensor.name!r}, which is frozen, is {data.dtype} in it, "
+                        f"{view.dtype} in the run"
+                    )
                 try:
                     view.copy_(seen(data.flatten(), one.source).reshape(view.shape))
                 except (AttributeError, RuntimeError) as error:

@@ -53,6 +53,14 @@ def stored(tensor: TensorSpec, box: Box, pieces: Sequence[Sharded]) -> Iterator[
                 yield Stored(matrix, Part(0, lengths, within), piece, at)
 
 
+def first_of_each(pieces: Sequence[Sharded]) -> list[Sharded]:
+    """Of those that are one box of the module, as of a parameter with two names, the first."""
+    found: dict[NBox, Sharded] = {}
+    for piece in pieces:
+        found.setdefault(piece.local, piece)
+    return [*found.values()]
+
+
 def runs_of_box(tensor: TensorSpec, box: Box) -> Iterator[tuple[Box, NBox]]:
     """A box of the matrix, cut into parts that are boxes of the tensor, too."""
     split = tensor.tp_dim or 1

@@ -13,8 +13,14 @@ from typing import NamedTuple
 
 from liver_hpc.checkpoint.torch_dist.buckets import Buckets
 from liver_hpc.checkpoint.torch_dist.contents import Contents, Held
-from liver_hpc.checkpoint.torch_dist.files import Place, Tensor
-from liver_hpc.checkpoint.torch_dist.places import Part, elements, relative, stored
+from liver_hpc.checkpoint.torch_dist.files import Place, Tensor, dtype_bytes
+from liver_hpc.checkpoint.torch_dist.places import (
+    Part,
+    elements,
+    first_of_each,
+    relative,
+    stored,
+)
 from liver_hpc.errors import CheckpointError
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.ownership import owned_boxes
@@ -92,14 +98,19 @@ class Source:
                     continue
                 for piece in self._pieces[tensor.name]:
                     held = self._tensor(kind, piece)
-                    wanted = {1: "int8", 2: "bfloat16", 4: "float32", 8: "int64"}
-                    dtype = wanted[self._model.element_bytes(kind, index)]
-                    cast = self._weights and held.dtype in _FLOATS and dtype in _FLOATS
-                    if tensor.role != "buffer" and held.dtype != dtype and not cast:
-                        raise CheckpointError(
-                            f"{self._path}: {kind} of {tensor.name!r} is {held.dtype} in it, "
-                            f"{dtype} in the run"
-                        )
+                    if fault := self._dtype_fault(kind, index, held.dtype):
+                        raise CheckpointError(f"{self._path}: {kind} of {tensor.name!r} is {fault}")
+
+    def _dtype_fault(self, kind: str, index: int, held: str) -> str:
+        """Of a frozen parameter, which may have any precision, the bytes alone are known here."""
+        wanted, role = self._model.element_bytes(kind, index), self._model.tensors[index].role
+        if role == "buffer" or (self._weights and held in _FLOATS and wanted > 1):
+            return ""
+        if role == "trained":
+            dtype = {2: "bfloat16", 4: "float32"}[wanted]
+            return "" if held == dtype else f"{held} in it, {dtype} in the run"
+        differs = dtype_bytes(held) != wanted
+        return f"{held} in it, of {wanted} bytes an element in the run" if differs else ""
 
     def _tensor(self, kind: str, piece: Sharded) -> Tensor:
         keys = [prefix + piece.key for prefix in PREFIXES[kind]]
@@ -148,7 +159,7 @@ class Source:
                 yield Zero(kind, index, part_box, part)
             return
         tensor = self._model.tensors[index]
-        for found in stored(tensor, box, self._pieces[tensor.name]):
+        for found in stored(tensor, box, first_of_each(self._pieces[tensor.name])):
             held = self._tensor(kind, found.piece)
             for at, place in held.chunks:
                 common = intersection(at, found.at)

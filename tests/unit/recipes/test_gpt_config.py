@@ -29,6 +29,9 @@ def test_every_preset_is_valid() -> None:
 def test_what_is_given_comes_before_the_preset() -> None:
     config = GPTConfig.model_validate({"preset": "llama3-8b", "layers": 2, "dtype": "fp32"})
     assert (config.layers, config.dtype, config.hidden) == (2, "fp32", 4096)
+    given = {"preset": "qwen3-30b-a3b", "experts": {"number": 64}}
+    experts, whole = GPTConfig.model_validate(given).experts, GPTConfig(preset="qwen3-30b-a3b")
+    assert experts == whole.experts.model_copy(update={"number": 64})
 
 
 def test_an_unknown_preset_is_answered_with_those_there_are() -> None:

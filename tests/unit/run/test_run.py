@@ -190,6 +190,25 @@ def test_whoever_asks_later_does_not_wait_for_burst_nodes_of_before() -> None:
     assert play.run.world.rank_map.layout.workers == 2
 
 
+@pytest.mark.parametrize("min_nodes", [0, 1])
+def test_burst_nodes_that_are_wanted_anyway_are_not_given_back(min_nodes: int) -> None:
+    """They would be asked for again at once."""
+    scene = next(scene for scene in SCENES if scene.name == "wide nodes")
+    slurm = scene.config.cluster.slurm
+    assert slurm.burst is not None
+    section = slurm.burst.model_copy(update={"min_nodes": min_nodes})
+    cluster = scene.config.cluster.model_copy(
+        update={"slurm": slurm.model_copy(update={"burst": section})}
+    )
+    config = scene.config.model_copy(update={"cluster": cluster})
+    play = training(replace(scene, config=config))
+    for number in (3, 4):
+        play.grant(burst(number, 2))
+    play.calm(3 * config.policy.retry_s)
+    gives = (each for _, _, done in play.entries for each in of(a.GiveBack, done))
+    assert len({give.node for give in gives}) == 2 - min_nodes  # type: ignore[attr-defined]
+
+
 # ---- the simplest of what may happen
 
 
@@ -567,6 +586,24 @@ def test_a_leaver_that_ends_early_costs_nothing() -> None:
     play.settle()
     assert play.run.state is RunState.TRAINING
     assert recoveries(play) == []
+
+
+def test_a_warning_that_comes_later_ends_lingering_in_time() -> None:
+    play = that_has_replaced()
+    assert play.run.agents.lingering[1].remaining_s() > 20.0
+    node = play.run.agents.node_of(1)
+    play.feed(NodeWarned(node, "preempted", play.now_s, play.now_s + 20.0))
+    left_s = 20.0 - play.run.agents.exit_s
+    assert play.run.agents.lingering[1].remaining_s() == pytest.approx(left_s, abs=0.01)
+
+
+def test_a_node_that_has_to_be_left_does_not_wait_for_who_lingers() -> None:
+    play = that_has_replaced()
+    assert play.run.agents.ending()
+    assert not play.run.agents.ending(lingering=False)
+    node = play.run.agents.node_of(0)
+    play.feed(NodeWarned(node, "preempted", play.now_s, play.now_s + 1_000.0))
+    assert play.run.handoffs.request is not None
 
 
 def test_a_leaver_does_not_stay_until_its_node_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from liver_hpc.world.draws import OnMeta
+from liver_hpc.errors import PlanError
+from liver_hpc.world.draws import NoDraws, OnMeta
 
 
 @pytest.mark.parametrize(
@@ -25,3 +26,27 @@ def test_what_is_on_the_meta_device_stays_there_whatever_device_is_named(move: o
         moved = move(torch.zeros(2, 3))
     assert moved.is_meta
     assert moved.shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "normal",
+    [
+        lambda: torch.normal(0.0, 1.0, (2, 3)),
+        lambda: torch.normal(0.0, 1.0, size=(2, 3), dtype=torch.float32),
+        lambda: torch.normal(torch.zeros(2, 3), torch.ones(3)),
+        lambda: torch.empty(2, 3).log_normal_(),
+    ],
+)
+def test_no_numbers_are_drawn_as_a_model_is_built(normal: object) -> None:
+    assert callable(normal)
+    before = torch.get_rng_state()
+    with NoDraws() as draws:
+        made = normal()
+    assert made.shape == (2, 3)
+    assert made.isnan().all()
+    assert draws.undrawn
+    with OnMeta():
+        assert normal().is_meta
+    assert torch.equal(torch.get_rng_state(), before)
+    with NoDraws(), pytest.raises(PlanError, match=r"torch\.poisson"):
+        torch.poisson(torch.ones(3))

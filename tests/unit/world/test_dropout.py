@@ -91,3 +91,18 @@ def test_no_layer_has_the_masks_of_another_one_on_another_tensor_parallel_rank(
                 enter = dropout._Seeder(1234, layer, tp_rank)
                 enter(SimpleNamespace(training=True), ())
     assert len({*seeds}) == len(seeds) == 3 * 33 * 8
+
+
+@pytest.mark.parametrize(
+    ("part", "drops"),
+    [
+        (torch.nn.MultiheadAttention(8, 2, dropout=0.1), True),
+        (torch.nn.MultiheadAttention(8, 2), False),
+        (torch.nn.Dropout(0.5), True),
+        (torch.nn.LayerNorm(8), False),
+    ],
+)
+def test_what_drops_is_known_by_its_rate(part: torch.nn.Module, drops: bool) -> None:
+    chunk: Any = torch.nn.Sequential(part)
+    chunk.config = SimpleNamespace(hidden_dropout=0.0, attention_dropout=0.0)
+    assert dropout._drops(chunk) is drops

@@ -62,6 +62,40 @@ def test_another_precision_is_refused_by_name() -> None:
         Source(contents(12, "bfloat16"), MODEL, PIECES)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "element_bytes", "fault"),
+    [
+        ("uint8", 1, ""),
+        ("bool", 1, ""),
+        ("float16", 2, ""),
+        ("int32", 4, ""),
+        ("float64", 8, ""),
+        ("float64", 4, "parameter of 'words' is float64 in it, of 4 bytes an element"),
+    ],
+)
+def test_a_frozen_parameter_may_have_any_precision(
+    dtype: str, element_bytes: int, fault: str
+) -> None:
+    words = TensorSpec("words", (ROWS, COLS), tp_dim=0, role="frozen", element_bytes=element_bytes)
+    model = replace(MODEL, tensors=(words,))
+    if not fault:
+        plan = Source(contents(12, dtype), model, PIECES).reads(HERE, AT)
+        assert {read.kind for read in plan.reads} == {"parameter"}
+        return
+    with pytest.raises(CheckpointError, match=fault):
+        Source(contents(12, dtype), model, PIECES)
+
+
+def test_a_parameter_with_two_names_is_read_once() -> None:
+    (piece,) = PIECES["words"]
+    saved = contents(12)
+    tensors = saved.table.tensors
+    table = Table({**tensors, **{key[:-1] + "v": t for key, t in tensors.items()}}, {})
+    twice = {"words": (piece, piece._replace(key="v"))}
+    plan = Source(replace(saved, table=table), MODEL, twice).reads(HERE, AT)
+    assert sum(elements(read.part.within) for read in plan.reads) == 3 * ROWS * COLS
+
+
 def test_what_is_lacking_is_named() -> None:
     saved = contents(12)
     table = Table({key: t for key, t in saved.table.tensors.items() if "sq" not in key}, {})
