@@ -44,6 +44,8 @@ _MOST_SAID_BYTES = 2**16
 _MOST_REASON = 2**12
 """Characters; the outcome's file has all of them."""
 
+_HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+
 
 class HostedCoordinator:
     """A run's coordinator in a child of this process, which ends with it. Everything may be called
@@ -138,6 +140,14 @@ class HostedCoordinator:
             self._steps_done, self._killed_in_vain = words["steps"], 0
 
     def _child_ended(self) -> None:
+        # What handles a signal may wait for the next one, which nobody else starts.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
+        try:
+            self._next_after_child()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _next_after_child(self) -> None:
         self._line = None
         _, status = os.waitpid(self._pid, 0)
         if self._superseded:
@@ -179,7 +189,7 @@ def _coordinate(
     that it gets itself."""
     code = 1
     try:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        for number in _HEARD:
             signal.signal(number, lambda number, _: os.kill(parent, number))
         signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a handler may have started this one
         end_with_parent(parent)
