@@ -76,9 +76,8 @@ class OnMeta(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         kwargs.pop("generator", None)  # no values, no draws
         name = getattr(function, "__name__", "")
-        if name == "normal":
-            return _shaped_as_normal(*args, **kwargs).to("meta")
-        if name in _FACTORIES:
+        of_tensors = any(isinstance(each, torch.Tensor) for each in (*args, *kwargs.values()))
+        if name in _FACTORIES or (name == "normal" and not of_tensors):
             kwargs["device"] = "meta"
         elif name in ("cuda", "cpu") and args[0].is_meta:
             return args[0]
