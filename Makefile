@@ -46,12 +46,14 @@ help: ## what there is
 
 install: $(INSTALLED) ## the virtual environment with everything in it
 
-$(INSTALLED): pyproject.toml
+$(INSTALLED): pyproject.toml tests/engine/requirements.txt
 	@test -n "$(PYTHON)" || { echo 'make: no Python 3.11 or newer on the path;' \
 		'name one: make PYTHON=/path/to/python3.11' >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(TORCH_PIP_ARGS) '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/transformer-engine \
+		-r tests/engine/requirements.txt
 	@touch $@
 
 demo: $(INSTALLED) ## a GPT on real text whose shape changes live, several times

@@ -73,7 +73,7 @@ def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target
     spec = context.recipe.spec
     try:
         if session.is_target:
-            _check_room(session)
+            _check_room(session, rehearses)
             seat = (session.target, worker, session.generation)
             # What is taken over is never written to, nor what comes to be at the boundary.
             world = World(context.recipe, *seat, device, kept=None if rehearses else Kept())
@@ -133,7 +133,7 @@ def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target
     return Target(world, parts, transport, device, kept_groups, timings_s)
 
 
-def _check_room(session: Session) -> None:
+def _check_room(session: Session, rehearses: bool) -> None:
     """Raises LiverError where the target world would have training run out of memory: it takes its
     tensors, staging, and for its rehearsal as much again as training takes for a step. Of a hollow
     world the tensors count too: on a device they are there while it is built."""
@@ -147,7 +147,7 @@ def _check_room(session: Session) -> None:
         spec = context.recipe.spec
         return 0 if at is None else sum(worker_bytes(spec, rank_map.layout, at).values())
 
-    rehearses_beside = session.is_source and not session.is_hollow
+    rehearses_beside = session.is_source and rehearses
     step_bytes = max(0, room.peak_bytes - held_bytes(session.source)) if rehearses_beside else 0
     wanted_bytes = held_bytes(session.target) + context.config.handoff.staging_bytes + step_bytes
     when = "while it is built in bounded memory; " if session.is_hollow else ""

@@ -125,13 +125,17 @@ def _order_messages_of_two_stages() -> None:
 
 def _keep_rehearsals_from_forking() -> None:
     """Two threads inside the RNG tracker's `fork` would swap the device's generator under each
-    other's feet: a rehearsing thread leaves it alone."""
+    other's feet: a rehearsing thread leaves it alone. And it always says that it is seeded, as it
+    is but while training seeds it anew: layers of Transformer Engine that are built at that moment
+    would do without it for good."""
     tracker = megatron_random._CUDA_RNG_STATE_TRACKER
 
     def fork(*args: Any, **kwargs: Any) -> Any:
         return contextlib.nullcontext() if thread.here.rehearsing else tracker.fork(*args, **kwargs)
 
-    megatron_random._CUDA_RNG_STATE_TRACKER = _Instead(tracker, fork=fork)
+    megatron_random._CUDA_RNG_STATE_TRACKER = _Instead(
+        tracker, fork=fork, is_initialized=lambda: True
+    )
 
 
 def _keep_rehearsals_from_setting_streams() -> None:

@@ -1,16 +1,30 @@
-"""Layers of Transformer Engine, by small stand-ins: they are built on a GPU alone, and known."""
+"""Layers of Transformer Engine. By small stand-ins: they are built on a GPU alone, and known. By
+its own Python code on a CPU (tests/engine): they are handed off live."""
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.recipes.specs import derive_spec
+from liver_hpc.report.store import RunRecords
 from liver_hpc.world.megatron import computes_by_transformer_engine
-from tests.integration.runs import run_config
+from tests.integration.elastic import elastic_run, losses
+from tests.integration.runs import finish, run_config, start, worst_difference
+
+INSTALLED = Path(sys.prefix) / "transformer-engine"
+ON_A_CPU = Path(__file__).parents[1] / "engine"
+LAYOUTS = {
+    2: [{"dp": 2}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}],
+    4: [{"tp": 2, "dp": 2}],
+}
+TP, PP = LAYOUTS[2][1:]
 
 RECIPE = "tests.integration.engine_built:EngineGPT"
 
@@ -32,3 +46,75 @@ def test_its_layers_are_known_by_what_they_are_made_of() -> None:
     plain, model = torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2), wrapped(2, 2))
     assert computes_by_transformer_engine([plain, model])
     assert not computes_by_transformer_engine([plain])
+
+
+def test_what_is_built_while_training_seeds_its_dropout_has_dropout_too(device: Any) -> None:
+    """A layer asks once, as it is built, whether there are random streams for it."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    from liver_hpc.world.megatron import prepare_process, seed_dropout
+
+    prepare_process(1)
+    tracker = get_cuda_rng_tracker()
+    tracker.reset()  # as each seeding begins
+    try:
+        assert tracker.is_initialized()
+    finally:
+        seed_dropout(1, tp_rank=0)
+
+
+# ---- its own code
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch, unhurried_steps: None) -> None:
+    """What is started from here on finds it, and so does Megatron."""
+    if not INSTALLED.is_dir() and not os.environ.get("CI"):
+        pytest.skip(f"no {INSTALLED}, where `make install` puts it")
+    path = [str(ON_A_CPU), str(INSTALLED), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    monkeypatch.setenv("NVTE_MASKED_SOFTMAX_FUSION", "0")  # its softmax by torch
+
+
+def _moved_and_quiet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shapes: list[dict[str, Any]], **model: Any
+) -> tuple[RunRecords, RunRecords]:
+    """A run that goes through these shapes, and one of as many steps that keeps its own."""
+    sections = {"model": {"implementation": "te", **model}, "layouts": LAYOUTS}
+    notices = [{"at_step": 2 + number, **shape} for number, shape in enumerate(shapes)]
+    moved = elastic_run(tmp_path, notices, **sections)
+    outcomes = [(each.outcome, each.digest_equal) for each in moved.reconfigurations]
+    assert outcomes == [("completed", True)] * len(shapes)
+    monkeypatch.delenv("LIVER_TEST_STEP_S")
+    return moved, finish(start(run_config(tmp_path, len(moved.steps), **sections)))
+
+
+@pytest.mark.timeout(300)
+def test_a_run_of_its_layers_trains_as_one_whose_shape_does_not_change(
+    engine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    four = {"layout": LAYOUTS[4][0]}
+    shapes = [{"layout": TP}, {"layout": PP}, {"replace": 1}, four, {"layout": {"dp": 2}}]
+    moved, quiet = _moved_and_quiet(tmp_path, monkeypatch, shapes)
+    assert worst_difference(losses(moved), losses(quiet)) <= 1e-4
+
+
+@pytest.mark.timeout(300)
+def test_its_dropout_is_the_same_after_a_handoff(
+    engine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = [{"layout": PP}, {"layout": {"dp": 2}}]
+    moved, quiet = _moved_and_quiet(tmp_path, monkeypatch, shapes, dropout=0.1)
+    assert worst_difference(losses(moved), losses(quiet)) <= 1e-4
+
+
+@pytest.mark.timeout(300)
+def test_its_layers_are_handed_off_in_bf16(
+    engine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers that are split otherwise round otherwise; one in which they are not does not."""
+    shapes = [{"replace": 0}, {"layout": TP}]
+    moved, quiet = _moved_and_quiet(tmp_path, monkeypatch, shapes, dtype="bf16")
+    before = moved.reconfigurations[1].step
+    assert losses(moved)[:before] == losses(quiet)[:before]
+    assert worst_difference(losses(moved), losses(quiet)) <= 0.05

@@ -77,6 +77,7 @@ def test_who_must_not_rehearse_beside_training_hands_off_without(
 
     monkeypatch.setattr(LateWorld, "allows_rehearsal_beside", False)
     monkeypatch.setattr(LateWorld, "warm_up", warm_up)
+    run.rooms[1] = Room(free_bytes=1 << 30, peak_bytes=1 << 40)  # none for a second step's peak
     run.begin()
     ended = run.hand_off(MOVED)
     assert ended.outcome == "completed", ended.detail
@@ -429,6 +430,14 @@ def test_a_world_that_has_no_room_is_not_built(run: LateRun, bounded: bool, when
     assert "worker 1: its seat in" in ended.detail
     assert f"beside the world that trains, {when}" in ended.detail
     run.check(TP.workers)
+
+
+def test_a_rehearsal_takes_as_much_as_a_step(run: LateRun) -> None:
+    run.rooms[1] = Room(free_bytes=1 << 30, peak_bytes=1 << 40)
+    run.begin()
+    ended = run.hand_off(MOVED)
+    assert ended.outcome == "aborted"
+    assert "worker 1: its seat in" in ended.detail
 
 
 def test_no_communicator_stays_but_those_that_are_used(run: LateRun) -> None:
