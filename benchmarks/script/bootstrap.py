@@ -72,6 +72,11 @@ def _keep_adam_loadable() -> None:
     import torch
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+    from liver_hpc.world.megatron import transformer_engine_is_here
+
+    if transformer_engine_is_here():
+        return
+
     class LoadableAdam(torch.optim.AdamW):
         def state_dict(self) -> dict[str, Any]:
             for parameter in (one for group in self.param_groups for one in group["params"]):

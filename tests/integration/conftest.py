@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from tests.integration.browser import NoBrowser, find_browser
 from tests.integration.leftovers import no_abandoned_files
 from tests.integration.once import derived_once, made_once
 from tests.integration.runs import finish, kill_started, run_config, start
+
+ENGINE = Path(sys.prefix) / "transformer-engine"
+ENGINE_ON_A_CPU = Path(__file__).parents[1] / "engine"
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +51,16 @@ def quiet(tmp_path_factory: pytest.TempPathFactory) -> RunRecords:
 def unhurried_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps take long enough to leave the machine time for joiners that boot beside them."""
     monkeypatch.setenv("LIVER_TEST_STEP_S", "0.4")
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is started from here on finds Transformer Engine, on a CPU."""
+    if not ENGINE.is_dir() and not os.environ.get("CI"):
+        pytest.skip(f"no {ENGINE}, where `make install` puts it")
+    path = [str(ENGINE_ON_A_CPU), str(ENGINE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    monkeypatch.setenv("NVTE_MASKED_SOFTMAX_FUSION", "0")  # its softmax by torch
 
 
 @pytest.fixture(scope="module")

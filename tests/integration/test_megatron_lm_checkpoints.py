@@ -84,9 +84,18 @@ def handed_over_and_saved(config: Any) -> tuple[RunRecords, int]:
             {"dp": 2, "ep": 2},
             id="experts",
         ),
+        pytest.param(
+            WORDS.replace("-impl local", "-impl transformer_engine") + "--no-rope-fusion",
+            TP2,
+            {"pp": 2},
+            TP2,
+            {"dp": 2},
+            id="transformer-engine",
+        ),
     ],
 )
 def test_the_plain_script_goes_on_elastically_and_plainly_again(
+    request: pytest.FixtureRequest,
     config: Config,
     tmp_path: Path,
     megatron_lm: Path,
@@ -96,6 +105,8 @@ def test_the_plain_script_goes_on_elastically_and_plainly_again(
     goes_to: dict[str, Any],
     resumed: dict[str, int],
 ) -> None:
+    if "-impl transformer_engine" in words:
+        request.getfixturevalue("engine")
     job, state, back = f"{words} --save-interval {SAVED_AT}", tmp_path / "job", tmp_path / "back"
     saving = f"--save {state} --exit-interval {SAVED_AT}"
     plain(megatron_lm, tmp_path / "plain", f"{job} {saving}", **saved)

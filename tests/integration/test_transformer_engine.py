@@ -3,8 +3,6 @@ its own Python code on a CPU (tests/engine): they are handed off live."""
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,6 @@ from liver_hpc.world.megatron import computes_by_transformer_engine
 from tests.integration.elastic import elastic_run, losses
 from tests.integration.runs import finish, run_config, start, worst_difference
 
-INSTALLED = Path(sys.prefix) / "transformer-engine"
-ON_A_CPU = Path(__file__).parents[1] / "engine"
 LAYOUTS = {
     2: [{"dp": 2}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}],
     4: [{"tp": 2, "dp": 2}],
@@ -66,16 +62,6 @@ def test_what_is_built_while_training_seeds_its_dropout_has_dropout_too(device: 
 # ---- its own code
 
 
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch, unhurried_steps: None) -> None:
-    """What is started from here on finds it, and so does Megatron."""
-    if not INSTALLED.is_dir() and not os.environ.get("CI"):
-        pytest.skip(f"no {INSTALLED}, where `make install` puts it")
-    path = [str(ON_A_CPU), str(INSTALLED), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
-    monkeypatch.setenv("NVTE_MASKED_SOFTMAX_FUSION", "0")  # its softmax by torch
-
-
 def _moved_and_quiet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shapes: list[dict[str, Any]], **model: Any
 ) -> tuple[RunRecords, RunRecords]:
@@ -90,8 +76,9 @@ def _moved_and_quiet(
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("engine", "unhurried_steps")
 def test_a_run_of_its_layers_trains_as_one_whose_shape_does_not_change(
-    engine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     four = {"layout": LAYOUTS[4][0]}
     shapes = [{"layout": TP}, {"layout": PP}, {"replace": 1}, four, {"layout": {"dp": 2}}]
@@ -100,8 +87,9 @@ def test_a_run_of_its_layers_trains_as_one_whose_shape_does_not_change(
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("engine", "unhurried_steps")
 def test_its_dropout_is_the_same_after_a_handoff(
-    engine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes = [{"layout": PP}, {"layout": {"dp": 2}}]
     moved, quiet = _moved_and_quiet(tmp_path, monkeypatch, shapes, dropout=0.1)
@@ -109,9 +97,8 @@ def test_its_dropout_is_the_same_after_a_handoff(
 
 
 @pytest.mark.timeout(300)
-def test_its_layers_are_handed_off_in_bf16(
-    engine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("engine", "unhurried_steps")
+def test_its_layers_are_handed_off_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that are split otherwise round otherwise; one in which they are not does not."""
     shapes = [{"replace": 0}, {"layout": TP}]
     moved, quiet = _moved_and_quiet(tmp_path, monkeypatch, shapes, dtype="bf16")
