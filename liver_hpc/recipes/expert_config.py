@@ -26,6 +26,7 @@ class ExpertsConfig(Section):
     aux_loss_coeff: Coefficient = 0.0
     z_loss_coeff: Coefficient = 0.0
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    grouped: bool = False
 
     @model_validator(mode="after")
     def _consistent(self) -> ExpertsConfig:

@@ -237,6 +237,7 @@ class GPT(Recipe):
             "moe_aux_loss_coeff": experts.aux_loss_coeff,
             "moe_z_loss_coeff": experts.z_loss_coeff or None,
             "moe_token_dispatcher_type": experts.dispatcher,
+            "moe_grouped_gemm": experts.grouped,
         }
 
     def _stages(self, layout: Layout) -> list[list[str]] | None:

@@ -90,6 +90,11 @@ class GPTConfig(RecomputeConfig):
             self.experts.in_layers(self.layers)
             if self.bias:
                 raise ValueError("bias: Megatron splits no biases of experts over tp")
+            if self.experts.grouped and self.implementation != "te":
+                raise ValueError(
+                    f"experts.grouped wants implementation te, got {self.implementation}: "
+                    "Transformer Engine computes all experts of a worker at once"
+                )
         return self
 
     @property

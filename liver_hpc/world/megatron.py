@@ -41,7 +41,7 @@ class _ThreadMemoryBuffer(threading.local, GlobalMemoryBuffer):  # type: ignore[
     """megatron's scratch buffers, one set a thread, since a world is rehearsed beside training."""
 
 
-class _Instead:
+class Instead:
     """An object in which some attributes are others."""
 
     def __init__(self, plain: Any, **others: Any) -> None:
@@ -82,9 +82,9 @@ def _build_optimizers_alone() -> None:
     def gather(out: list[Any], value: Any, *_args: Any) -> None:
         out[0] = value
 
-    alone = _Instead(dist, get_world_size=lambda *_args: 1, all_gather_object=gather)
+    alone = Instead(dist, get_world_size=lambda *_args: 1, all_gather_object=gather)
     module: Any = importlib.import_module("megatron.core.optimizer")
-    module.torch = _Instead(torch, distributed=alone)
+    module.torch = Instead(torch, distributed=alone)
 
 
 def answer_norm_groups(chained: Any, chunks: Iterable[Any]) -> None:
@@ -133,7 +133,7 @@ def _keep_rehearsals_from_forking() -> None:
     def fork(*args: Any, **kwargs: Any) -> Any:
         return contextlib.nullcontext() if thread.here.rehearsing else tracker.fork(*args, **kwargs)
 
-    megatron_random._CUDA_RNG_STATE_TRACKER = _Instead(
+    megatron_random._CUDA_RNG_STATE_TRACKER = Instead(
         tracker, fork=fork, is_initialized=lambda: True
     )
 

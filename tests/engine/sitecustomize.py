@@ -24,10 +24,11 @@ ON_A_CPU = {
 WORKSPACE_BYTES = 64
 
 
-def _workspace(*_of: Any) -> Any:
+def _workspace(_device: Any, _overlaps: bool, grouped: bool) -> Any:
     import torch
 
-    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8)
+    one = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8)
+    return [one] if grouped else one
 
 
 def _load_compiled_half(_framework: str) -> None:

@@ -120,6 +120,37 @@ def generic_gemm(
     return out, bias_grad, None, None
 
 
+def te_general_grouped_gemm(
+    a: Sequence[torch.Tensor],
+    transposes_a: bool,
+    b: Sequence[torch.Tensor],
+    transposes_b: bool,
+    out: Sequence[torch.Tensor],
+    _out_dtype: Any,
+    rows: Sequence[int],
+    biases: Sequence[torch.Tensor],
+    _bias_dtype: Any,
+    single_output: bool,
+    _gelu_in: Any,
+    grad: bool,
+    _workspaces: Any,
+    _workspace_bytes: int,
+    accumulate: bool,
+    *_options: Any,
+) -> Sequence[torch.Tensor]:
+    """A product for each expert; `rows` of one output are each one's, where there is one output."""
+    outs = torch.split(out[0], list(rows)) if single_output else out
+    for first, second, made, bias in zip(a, b, outs, biases, strict=True):
+        left, right = _matrix(second), _matrix(first)
+        product = (left.t() if transposes_b else left) @ (right.t() if transposes_a else right)
+        if bias.numel() and grad:
+            bias.copy_(left.sum(0))
+        elif bias.numel():
+            product = product + bias
+        made.copy_(made + product if accumulate else product)
+    return biases
+
+
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 

@@ -21,6 +21,7 @@ LAYOUTS = {
     4: [{"tp": 2, "dp": 2}],
 }
 TP, PP = LAYOUTS[2][1:]
+EP = {"dp": 2, "ep": 2}
 
 RECIPE = "tests.integration.engine_built:EngineGPT"
 
@@ -66,7 +67,8 @@ def _moved_and_quiet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shapes: list[dict[str, Any]], **model: Any
 ) -> tuple[RunRecords, RunRecords]:
     """A run that goes through these shapes, and one of as many steps that keeps its own."""
-    sections = {"model": {"implementation": "te", **model}, "layouts": LAYOUTS}
+    layouts = {2: [*LAYOUTS[2], EP]} if "experts" in model else LAYOUTS
+    sections = {"model": {"implementation": "te", **model}, "layouts": layouts}
     notices = [{"at_step": 2 + number, **shape} for number, shape in enumerate(shapes)]
     moved = elastic_run(tmp_path, notices, **sections)
     outcomes = [(each.outcome, each.digest_equal) for each in moved.reconfigurations]
@@ -93,6 +95,15 @@ def test_its_dropout_is_the_same_after_a_handoff(
 ) -> None:
     shapes = [{"layout": PP}, {"layout": {"dp": 2}}]
     moved, quiet = _moved_and_quiet(tmp_path, monkeypatch, shapes, dropout=0.1)
+    assert worst_difference(losses(moved), losses(quiet)) <= 1e-4
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("engine", "unhurried_steps")
+def test_its_experts_compute_in_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = [{"layout": EP}, {"layout": TP}, {"layout": PP}]
+    experts = {"number": 4, "topk": 2, "grouped": True}
+    moved, quiet = _moved_and_quiet(tmp_path, monkeypatch, shapes, experts=experts)
     assert worst_difference(losses(moved), losses(quiet)) <= 1e-4
 
 

@@ -134,6 +134,7 @@ PASSED = (
         moe_aux_loss_coeff moe_z_loss_coeff moe_input_jitter_eps
         moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy
         moe_layer_recompute moe_permute_fusion moe_router_fusion moe_apply_probs_on_input
+        moe_grouped_gemm
         moe_latent_size""",
     ),
     Group(
@@ -271,8 +272,6 @@ REFUSED = (
           moe_expert_rank_capacity_factor moe_router_quantile_balancing_ema
           moe_router_force_biased moe_enable_routing_replay moe_use_upcycling
           moe_upcycling_granularity"""),
-    Group(_UNTRIED, "moe_grouped_gemm",
-          "leave it out: a worker's experts then compute one after another"),
     Group(_UNTRIED,
           """is_hybrid_model hybrid_* mamba_* mtp_* use_mamba_mem_eff_path
           mamba_mem_eff_path experimental_attention_variant dsa_* linear_* gdp_* mhc_*

@@ -8,6 +8,7 @@ import torch
 from megatron.core import num_microbatches_calculator
 
 from liver_hpc.recipes.megatron_lm.owned import steps_of
+from liver_hpc.world.megatron import Instead
 
 _OFF = ("exit_signal_handler_for_training", "test_mode")
 """Switches without effect in an elastic run, which would have one in its workers: a handler of
@@ -23,10 +24,13 @@ def take_over(arguments: Any) -> dict[str, Any]:
 
     The architecture is said to be of the newest kind: with tp or cp Megatron-LM asks older devices
     for CUDA_DEVICE_MAX_CONNECTIONS=1, which orders streams for its overlap, and with which a
-    handoff may wait for itself. Nothing else that a run can have is decided by it there.
+    handoff may wait for itself. Nothing else that a run can have is decided by it there. For
+    experts by groups it asks torch, which where the arguments are read may have no device.
     """
     plain, noted = arguments.validate_args, dict[str, Any]()
     arguments.get_device_arch_version = lambda: 10
+    newest = Instead(torch.cuda, get_device_capability=lambda *_of: (10, 0))
+    arguments.torch = Instead(torch, cuda=newest)
 
     def validate_args(args: Any, defaults: Any = None, **options: Any) -> Any:
         noted.clear()
@@ -63,6 +67,11 @@ def refused(args: Any) -> list[str]:
         problems.append(
             "--rampup-batch-size: megatron-core takes no notice of it from 0.18 on, so the plain "
             f"job trains with batches of {args.global_batch_size} from its first step; leave it out"
+        )
+    if getattr(args, "moe_grouped_gemm", False) and args.transformer_impl != "transformer_engine":
+        problems.append(
+            "--moe-grouped-gemm: wants layers of Transformer Engine: others have all experts of a "
+            "worker in one tensor, which no other layout has; leave it out"
         )
     local = torch.version.cuda is None and args.transformer_impl == "local"
     if args.reset_attention_mask and local:

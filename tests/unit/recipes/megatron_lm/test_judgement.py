@@ -67,7 +67,6 @@ REFUSED = {
     "--exit-interval 10": "a run trains to its end",
     "--yaml-cfg job.yaml": "model.args is where arguments are",
     "--init-model-with-meta-device": "parameters have memory before",
-    "--moe-grouped-gemm": "leave it out: a worker's experts then compute one after another",
     "--use-legacy-models": "the model is Megatron core's",
     "--perform-rl-step": "it is of another kind of training",
     "--inference-dynamic-batching": "it is of another kind of training",

@@ -11,6 +11,7 @@ from liver_hpc.recipes.megatron_lm import validation
 
 MEGATRONS = """
 import os
+import torch
 
 def get_device_arch_version():
     return 9
@@ -24,6 +25,8 @@ def validate_args(args, defaults={}):
     assert args.eval_global_batch_size % (args.micro_batch_size * args.data_parallel_size) == 0
     if args.tensor_model_parallel_size > 1 and get_device_arch_version() < 10:
         assert os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    if args.moe_grouped_gemm:
+        assert torch.cuda.get_device_capability()[0] >= 8
     return args
 """
 """What `megatron.training.arguments` of 0.18 and later asserts, in short."""
@@ -42,6 +45,7 @@ def megatrons(monkeypatch: pytest.MonkeyPatch) -> Any:
 def arguments(**given: Any) -> types.SimpleNamespace:
     modes = {"rampup_batch_size": None, "reset_attention_mask": False, "transformer_impl": "local"}
     plain = {"micro_batch_size": 2, "global_batch_size": 8, "eval_global_batch_size": None}
+    modes["moe_grouped_gemm"] = False
     sizes = {"tensor_model_parallel_size": 1, "data_parallel_size": 1, "tokenizer_type": None}
     return types.SimpleNamespace(**modes | plain | sizes | given)
 
@@ -55,6 +59,14 @@ def test_tensor_parallelism_on_a_device_that_megatron_wants_one_queue_for(megatr
 def test_a_layout_that_shares_the_batch_unevenly(megatrons: Any) -> None:
     validation.take_over(megatrons)
     assert megatrons.validate_args(arguments(data_parallel_size=3)).eval_global_batch_size == 8
+
+
+def test_experts_by_groups_are_read_where_there_is_no_device(megatrons: Any) -> None:
+    validation.take_over(megatrons)
+    args = megatrons.validate_args(arguments(moe_grouped_gemm=True))
+    assert "wants layers of Transformer Engine" in "".join(validation.refused(args))
+    args.transformer_impl = "transformer_engine"
+    assert validation.refused(args) == []
 
 
 def test_a_job_that_counts_samples_and_evaluates_nothing() -> None:
