@@ -30,6 +30,7 @@ from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.tensors import TensorSpec
 from liver_hpc.world import thread
 from liver_hpc.world.groups import GroupBook
+from liver_hpc.world.module_globals import Instead
 from liver_hpc.world.parallel_state import answer_from
 
 _seeding = inspect.signature(megatron_random.model_parallel_cuda_manual_seed).parameters
@@ -39,17 +40,6 @@ _SEEDING_RANKS = [name for name in _seeding if name.endswith("_rank")]
 
 class _ThreadMemoryBuffer(threading.local, GlobalMemoryBuffer):  # type: ignore[misc]
     """megatron's scratch buffers, one set a thread, since a world is rehearsed beside training."""
-
-
-class Instead:
-    """An object in which some attributes are others."""
-
-    def __init__(self, plain: Any, **others: Any) -> None:
-        self._plain = plain
-        self.__dict__.update(others)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._plain, name)
 
 
 def sharding_metadata(

@@ -98,3 +98,14 @@ def _code_that_asks(name: str) -> types.CodeType:
     exec(text, scope)
     code: types.CodeType = scope[name].__code__
     return code
+
+
+class Instead:
+    """An object in which some attributes are others."""
+
+    def __init__(self, plain: Any, **others: Any) -> None:
+        self._plain = plain
+        self.__dict__.update(others)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)

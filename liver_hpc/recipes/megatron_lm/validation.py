@@ -8,7 +8,7 @@ import torch
 from megatron.core import num_microbatches_calculator
 
 from liver_hpc.recipes.megatron_lm.owned import steps_of
-from liver_hpc.world.megatron import Instead
+from liver_hpc.world.module_globals import Instead
 
 _OFF = ("exit_signal_handler_for_training", "test_mode")
 """Switches without effect in an elastic run, which would have one in its workers: a handler of
