@@ -1,7 +1,8 @@
 """On a process's path: Transformer Engine's own Python code, on a CPU.
 
 Its modules are loaded as they are but for what asks for a GPU; its compiled half is
-transformer_engine_torch.py beside this file. What uses it runs with `engine.PATH` as PYTHONPATH.
+transformer_engine_torch.py beside this file. The fixture `engine` puts this folder, and the
+package, on PYTHONPATH.
 """
 
 from __future__ import annotations
