@@ -21,7 +21,7 @@ from liver_hpc.coordinator.store import StoreService
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.protocol import messages as m
 from liver_hpc.rendezvous.base import Answer, Identity, Refusal
-from liver_hpc.rendezvous.channel import Channel, Part
+from liver_hpc.rendezvous.channel import Channel, ChannelClosed, Part
 from liver_hpc.rendezvous.conversation import Conversation
 from liver_hpc.rendezvous.reading import Reader
 from liver_hpc.run.events import EndNear, PoolEvent, PoolNote, StopSignalled
@@ -215,7 +215,11 @@ class ConnectionServer:
                 case m.Calls():
                     channel.peer = f"agent {message.agent}"
                     self._inbox.put(Called(channel, message))
-                    self._agents.add(channel)
+                    try:
+                        self._agents.add(channel)
+                    except ChannelClosed as error:  # the loop, which answers it, was quicker
+                        self._inbox.put(Closed(channel, str(error)))
+                        raise
                     return True
                 case m.KeeperHello():  # its end and ours are all there is to know
                     channel.peer = f"keeper of job {message.job}"

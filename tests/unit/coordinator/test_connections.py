@@ -132,6 +132,26 @@ def test_the_loop_reaches_the_agent_by_its_channel(caller: Caller) -> None:
     assert "closed on this side" in caller.next(Closed).reason
 
 
+def test_the_end_of_a_channel_that_broke_while_it_was_answered_is_news() -> None:
+    class QuickLoop(Inbox):
+        def put(self, event: InboxEvent) -> None:
+            super().put(event)
+            if isinstance(event, Called):
+                event.channel.close("reset")
+
+    inbox = QuickLoop()
+    connections = ConnectionServer(inbox, StoreService(FakeClock()), control_s=5.0)
+    server = ControlServer("127.0.0.1", SECRET, connections.handle)
+    agent = connect(server.address, SECRET, 5.0, "the coordinator")
+    agent.send(CALLS)
+    called, closed = inbox.get(5.0), inbox.get(5.0)
+    assert isinstance(called, Called)
+    assert closed == Closed(called.channel, "connection to agent a7: reset")
+    agent.close()
+    server.close()
+    connections.close()
+
+
 def test_many_agents_at_once_are_each_their_own(caller: Caller) -> None:
     channels = [connect(caller.server.address, SECRET, 5.0, "the coordinator") for _ in range(8)]
     speak = [
