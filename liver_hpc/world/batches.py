@@ -18,14 +18,17 @@ class Batches:
     """A rank's part of global batches.
 
     groups: those that reading means, in whatever thread it is done; a `Recipe.fetch` of its own
-    is read ahead.
+    is read ahead. per_token: a micro-batch weighs what it has tokens, which Megatron sees to.
     """
 
-    def __init__(self, recipe: Recipe, layout: Layout, at: Coordinate, groups: Any) -> None:
+    def __init__(
+        self, recipe: Recipe, layout: Layout, at: Coordinate, groups: Any, per_token: bool = False
+    ) -> None:
         self._recipe = recipe
         self._layout = layout
         self._at = at
         self._groups = groups
+        self._per_token = per_token
         reads = type(recipe).fetch is not Recipe.fetch
         self._ahead = ReadAhead(self.fetch, recipe.config.train.read_ahead if reads else 0)
         self._next: tuple[int, list[MicroBatch]] = (-1, [])  # a step, and what it computes
@@ -64,16 +67,10 @@ class Batches:
         for place in range(share.computed):
             padding = place >= len(share.numbers)
             first = size * share.numbers[0 if padding else place]
-            weight = 0.0 if padding else share.weight
-            found.append(
-                MicroBatch(
-                    batch[first : first + size],
-                    first_sample + first,
-                    weight,
-                    padding,
-                    aux_scale=weight * layout.cp / share.computed,
-                )
-            )
+            weight = 0.0 if padding else 1.0 if self._per_token else share.weight
+            aux_scale = weight if self._per_token else weight * layout.cp / share.computed
+            samples = batch[first : first + size]
+            found.append(MicroBatch(samples, first_sample + first, weight, padding, aux_scale))
         return found
 
     def read(self, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[MicroBatch, Any]]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import package_info, parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -213,6 +213,12 @@ def mark_tensor_parallel(parameter: torch.Tensor, tensor: TensorSpec) -> None:
         marked: Any = parameter
         marked.tensor_model_parallel = True
         marked.partition_dim, marked.partition_stride = tensor.tp_dim, 1
+
+
+def weighs_auxiliary_losses_by_sequences() -> bool:
+    """Whether the router takes `calculate_per_token_loss` to be of whole sequences: before 0.19 it
+    counts the tokens of its rank's share of them alone."""
+    return (package_info.MAJOR, package_info.MINOR) >= (0, 19)
 
 
 def in_low_precision(module: Any) -> Any:

@@ -28,6 +28,18 @@ def kept(reported: Reported) -> Reported:
     return {name: torch.as_tensor(value).detach().clone() for name, value in reported.items()}
 
 
+def tokens_of(reported: Reported) -> torch.Tensor:
+    """How many a mean loss is over, one int32, for `calculate_per_token_loss`: the gradients are
+    those of the mean over all tokens of the global batch. Raises PlanError where it was not told.
+    """
+    if "tokens" not in reported:
+        raise PlanError(
+            'calculate_per_token_loss: the loss function tells no "tokens", the number that its '
+            "mean is over"
+        )
+    return torch.as_tensor(reported["tokens"]).detach().to(torch.int32).reshape(())
+
+
 def summed(reported: Sequence[Reported], weights: Sequence[float], counted: bool) -> Sums:
     """Over this worker's micro-batches. weights: of each, what its mean loss is over. counted:
     whether what a mean is over counts here: with context parallelism on the first rank alone.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ _OPTIONS = {
     "fp16": "its loss scale runs on across steps, and is not moved; bf16 needs none",
     "fp8": _SCALES,
     "fp4": _SCALES,
-    "calculate_per_token_loss": "the loss of a recipe is a mean over its micro-batch",
     "tp_comm_overlap": "its buffers are made once a process, for one layout",
     "mtp_num_layers": _PROCESS_WIDE,
     "experimental_attention_variant": _PROCESS_WIDE,
@@ -124,11 +123,27 @@ def _layout_dependent(config: Any, layout: Layout) -> Iterator[str]:
                 f"moe_router_load_balancing_type {kind}: {why}; {', '.join(_BALANCING)} are the "
                 "same in every layout"
             )
+    shares = layout.tp * layout.cp
+    by_tokens = config.calculate_per_token_loss and _has_auxiliary_losses(config)
+    if by_tokens and shares > 1 and not megatron.weighs_auxiliary_losses_by_sequences():
+        yield (
+            "calculate_per_token_loss with auxiliary losses of experts: megatron-core before 0.19 "
+            f"weighs them by the tokens of one rank, of which {layout} has {shares} to a "
+            "micro-batch"
+        )
     if config.moe_expert_capacity_factor is not None:
         yield (
             "moe_expert_capacity_factor: which tokens are dropped depends on what lies on one "
             "rank together, and so on the layout"
         )
+
+
+def _has_auxiliary_losses(config: Any) -> bool:
+    coefficients = config.moe_aux_loss_coeff
+    if not isinstance(coefficients, Sequence):
+        coefficients = [coefficients]
+    balanced = config.moe_router_load_balancing_type != "none" and any(coefficients)
+    return balanced or bool(config.moe_z_loss_coeff)
 
 
 def _unsupported(module: Any) -> Iterator[str]:

@@ -122,11 +122,12 @@ class World:
         experts.redirect()
         recipe, layout, at = self.recipe, self.rank_map.layout, self.at
         self.groups = megatron.group_collection(self.rank_map, at, self.book)
-        self.batches = Batches(recipe, layout, at, self.groups)
         with thread.rehearsal(), thread.groups_in_use(self.groups):
             seat = BuildContext(layout, at, self.groups)
             built = wrapped(recipe, seat, self.device.torch_device, self.worker, self._allocating)
             self.chunks, self.tensors, self._buffers = built
+            self._per_token = self.chunks[0].config.calculate_per_token_loss
+            self.batches = Batches(recipe, layout, at, self.groups, self._per_token)
             with self._allocating():
                 self.optimizer = optimizer.build(recipe, self.chunks, self.groups)
         self.optimizers = [
@@ -348,11 +349,17 @@ class World:
         self.forward_times.end(begun)
         thread.recall_in_backward(output)
 
-        def weighted(stage_output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        def weighted(stage_output: torch.Tensor) -> tuple[Any, ...]:
             loss, reported = loss_function(stage_output)
             if not micro_batch.padding:
                 losses.append(metrics.kept(reported))
-            return (loss if micro_batch.weight == 1.0 else loss * micro_batch.weight), reported
+            if micro_batch.weight != 1.0:
+                loss = loss * micro_batch.weight
+            if not self._per_token:
+                return loss, reported
+            tokens = metrics.tokens_of(reported)
+            counted = not micro_batch.padding and self.rank_map.layout.cp_rank(self.at) == 0
+            return loss * tokens, tokens if counted else torch.zeros_like(tokens), reported
 
         return output, weighted
 

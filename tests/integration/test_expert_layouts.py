@@ -141,7 +141,6 @@ def with_options(**changed: Any) -> type[RandomTokenGPT]:
         ),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "balances the tokens of one rank"),
         ({"moe_expert_capacity_factor": 1.0}, "which tokens are dropped depends on"),
-        ({"calculate_per_token_loss": True}, "the loss of a recipe is a mean"),
         ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size is 2: it must be tp, 1"),
     ],
 )

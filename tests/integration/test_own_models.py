@@ -96,7 +96,6 @@ def test_statistics_of_batches_are_refused_by_name_as_the_spec_is_derived(
     [
         ({"fp16": True}, r"fp16: its loss scale .* bf16"),
         ({"fp8": "e4m3"}, r"fp8: its scales"),
-        ({"calculate_per_token_loss": True}, r"calculate_per_token_loss"),
         ({"cuda_graph_impl": "local"}, r"cuda_graph_impl: a CUDA graph"),
         ({"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}, "Engine"),
         ({"overlap_p2p_comm": True}, r"overlap_p2p_comm: .* over the default group"),
@@ -335,6 +334,7 @@ def test_what_one_scale_or_balance_of_a_process_rules_is_refused(option: str, va
         expert_tensor_parallel_size=None,
         moe_router_load_balancing_type="aux_loss",
         moe_expert_capacity_factor=None,
+        calculate_per_token_loss=False,
     )
     layout = Layout.parse("dp2")
     assert not [*refused._layout_dependent(config, layout)]

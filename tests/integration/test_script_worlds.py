@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from tests.integration.processes import WorkerProcess, run_workers
+from tests.integration.worlds import apart
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -148,3 +149,34 @@ def test_a_script_is_told_the_batch_of_the_step(repository: Path, tmp_path: Path
     assert told == [(batch, batch, n, before[n]) for n, batch in enumerate(batches)]
     assert samples == 16
     assert steps == iterations == 5 + (400 - 12) // 4
+
+
+def _courses(process: WorkerProcess, checkout: str, directory: str, all_words: list[str]) -> Any:
+    """Losses and gradient norms of the script with each of these arguments."""
+    from liver_hpc.layout.coordinates import Layout
+    from liver_hpc.world.derive import Derivation
+    from tests.integration.worlds import connected, train
+
+    found = []
+    for generation, words in enumerate(all_words):
+        recipe = _recipe(process, checkout, directory, words)
+        recipe.spec = Derivation(recipe).spec([Layout(1, 1, 1)])
+        recipe.open(Path(directory))
+        with connected(process, recipe, "dp1", generation) as world:
+            found.append(train(world, range(STEPS)))
+    return found
+
+
+def test_a_script_whose_loss_is_per_token_counts_each_micro_batch_by_its_tokens(
+    repository: Path, tmp_path: Path
+) -> None:
+    """As one micro-batch of the whole batch does; some samples have a token that does not count."""
+    checkout = repository / "tests" / "standin_megatron_lm"
+    words = WORDS.replace("dropout 0.1", "dropout 0") + " --eod-mask-loss"
+    per_token = f"{words} --calculate-per-token-loss"
+    whole = words.replace("--micro-batch-size 1", "--micro-batch-size 4")
+    ((wanted, found, alike),) = run_workers(
+        _courses, 1, tmp_path, str(checkout), str(tmp_path), [whole, per_token, words]
+    )
+    assert apart(found, wanted) < 1e-5
+    assert apart(alike, wanted) > 1e-4

@@ -120,7 +120,7 @@ PASSED = (
         no_persist_layer_norm gradient_accumulation_fusion accumulate_allreduce_grads_in_fp32
         use_fused_weighted_squared_relu fused_residual_rmsnorm use_te_activation_func
         clone_scatter_output_in_embedding deterministic_mode check_for_nan_in_loss_and_grad
-        logit_dtype output_logit_dtype
+        logit_dtype output_logit_dtype calculate_per_token_loss
         recompute_granularity recompute_method recompute_num_layers recompute_modules
         recompute_activations hidden_dropout attention_dropout""",
     ),
@@ -163,7 +163,6 @@ REFUSED = (
           num_layers_at_end_in_bf16 reuse_grad_buf_for_mxfp8_param_ag keep_fp8_transpose_cache
           te_precision_config_file moe_router_padding_for_* moe_dispatch_fwd_dtype
           moe_combine_bwd_dtype use_kitchen_attention kitchen_attention_backend""", "--bf16"),
-    Group("the loss is the mean over a micro-batch's tokens", "calculate_per_token_loss"),
     Group("the global batch of a step is the same in every layout, and grows linearly alone",
           """decrease_batch_size_if_needed step_batch_size_schedule
           phase_transition_iterations iterations_to_skip result_rejected_tracker_filename""",

@@ -102,6 +102,7 @@ _ON = (
     "reset-position-ids",
     "reset-attention-mask",
     "eod-mask-loss",
+    "calculate-per-token-loss",
     "moe-grouped-gemm",
 )
 _OFF = {

@@ -24,7 +24,6 @@ REFUSED = {
     "--loss-scale 1024": "a loss scale runs on across steps",
     "--fp8-format hybrid": "its scales run on across steps",
     "--fp4-format e2m1": "its scales run on across steps",
-    "--calculate-per-token-loss": "the loss is the mean over a micro-batch's tokens",
     "--decrease-batch-size-if-needed": "the same in every layout, and grows linearly alone",
     "--step-batch-size-schedule 8:100": "the same in every layout, and grows linearly alone",
     "--use-torch-fsdp2": "parameters are sharded in another way",
