@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from torch.overrides import TorchFunctionMode
 
 from liver_hpc.layout.coordinates import Coordinate, Layout
@@ -199,6 +200,8 @@ def _layers(module: Any) -> Iterator[tuple[int, Any]]:
     for part in module.children():
         number = getattr(part, "layer_number", None)
         if isinstance(number, int):
-            yield number, part
+            # Those that predict further tokens are counted on their own.
+            behind = part.config.num_layers if isinstance(part, MultiTokenPredictionLayer) else 0
+            yield behind + number, part
         else:
             yield from _layers(part)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
 from liver_hpc.transport.streams import lane_streams
 from liver_hpc.world import thread
@@ -24,11 +25,13 @@ def redirect() -> None:
     """Redirects the globals; once a process, before the first model. No communication."""
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # the router asks for it also without Transformer Engine
-    _scale_by_micro_batch(moe_utils.MoEAuxLossAutoScaler)
+    for scaler in (moe_utils.MoEAuxLossAutoScaler, MTPLossAutoScaler):
+        _scale_by_micro_batch(scaler)
 
 
 def _scale_by_micro_batch(scaler: Any) -> None:
-    """Makes an auxiliary loss's gradient scaled by what its micro-batch says.
+    """Makes an auxiliary loss's gradient scaled by what its micro-batch says: of experts, and of
+    the tokens that are predicted beside the next one.
 
     Megatron has one scale a process: a rehearsal beside training would set training's, and it
     knows nothing of micro-batches that weigh more than others.

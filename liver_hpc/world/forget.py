@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from liver_hpc.world import module_globals
 
@@ -51,6 +52,8 @@ def _clear_losses(groups: list[Any]) -> None:
 
 
 def _records() -> list[dict[str, Any]]:
+    predictions = MTPLossLoggingHelper.tracker
     if hasattr(moe_utils, "get_moe_metrics_tracker"):  # after 0.16: objects
-        return [vars(entry) for entry in [*moe_utils.get_moe_metrics_tracker().metrics.values()]]
-    return [*moe_utils.get_moe_layer_wise_logging_tracker().values()]
+        metrics = [*moe_utils.get_moe_metrics_tracker().metrics.values()]
+        return [predictions, *map(vars, metrics)]
+    return [predictions, *moe_utils.get_moe_layer_wise_logging_tracker().values()]

@@ -27,7 +27,6 @@ _OPTIONS = {
     "fp8": _SCALES,
     "fp4": _SCALES,
     "tp_comm_overlap": "its buffers are made once a process, for one layout",
-    "mtp_num_layers": _PROCESS_WIDE,
     "experimental_attention_variant": _PROCESS_WIDE,
     "moe_input_jitter_eps": _NOISE,
     "moe_router_force_load_balancing": _NOISE,
@@ -43,7 +42,7 @@ def refuse_options(module: torch.nn.Module, layout: Layout) -> None:
     """Raises PlanError for options and layers of a seat's model, as a recipe built it, with which
     training would not be the same in another layout."""
     problems = [*_sizes_wrong(module.config, layout), *_layout_dependent(module.config, layout)]
-    problems += [*_unsupported(module), *_running_statistics(module)]
+    problems += [*_predictions(module, layout), *_unsupported(module), *_running_statistics(module)]
     if problems:
         raise PlanError("; ".join(problems))
 
@@ -135,6 +134,29 @@ def _layout_dependent(config: Any, layout: Layout) -> Iterator[str]:
         yield (
             "moe_expert_capacity_factor: which tokens are dropped depends on what lies on one "
             "rank together, and so on the layout"
+        )
+
+
+def _predictions(module: Any, layout: Layout) -> Iterator[str]:
+    """Of further tokens."""
+    config = module.config
+    if not getattr(config, "mtp_num_layers", None):
+        return
+    if layout.cp > 1:
+        yield (
+            "mtp_num_layers with cp: Megatron sends tokens to neighbouring ranks over the default "
+            "group, which does not exist here"
+        )
+    if layout.pp > 1 and getattr(module, "share_embeddings_and_output_weights", False):
+        yield (
+            "mtp_num_layers with pp and tied embeddings: the last stage would have an output "
+            "weight that is not trained, with which Megatron saves no checkpoint; untie them"
+        )
+    again = getattr(config, "recompute_granularity", None) == "full"
+    if again and config.recompute_method == "uniform" and config.recompute_num_layers != 1:
+        yield (
+            f"mtp_num_layers with recompute_num_layers {config.recompute_num_layers}: Megatron "
+            "wants 1"
         )
 
 

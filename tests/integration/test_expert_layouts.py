@@ -17,6 +17,7 @@ from liver_hpc.errors import ConfigError, PlanError
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol.votes import Side, disagreements
 from liver_hpc.recipes.base import BuildContext
+from tests.integration.predicting import PredictingGPT
 from tests.integration.random_tokens import RandomTokenGPT
 from tests.integration.test_experts import AUX, BIAS, RECOMPUTING, SIZES, model
 from tests.integration.toys import build_world, derived
@@ -324,15 +325,18 @@ def test_tokens_of_micro_batches_that_count_nowhere_are_not_counted(
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "recipe_class"),
     [
-        model(**AUX, **BIAS),
-        model(dispatcher="allgather", shared_ffn_hidden=24, **AUX),
+        (model(**AUX, **BIAS), RandomTokenGPT),
+        (model(dispatcher="allgather", shared_ffn_hidden=24, **AUX), RandomTokenGPT),
+        (model(), PredictingGPT),
     ],
 )
-def test_a_closed_world_is_freed_at_once(options: dict[str, Any], device: Any) -> None:
+def test_a_closed_world_is_freed_at_once(
+    options: dict[str, Any], recipe_class: type[RandomTokenGPT], device: Any
+) -> None:
     """Peers may wait in one of its groups until nothing holds that any more."""
-    recipe = gpt(options)
+    recipe = gpt(options, recipe_class)
     world = build_world(recipe, device, "tp2 dp2 ep2 sp", 1)
     world.warm_up()
     gone: list[Callable[[], Any]] = [weakref.ref(part) for part in world.chunks[0].modules()]

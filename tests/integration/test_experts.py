@@ -3,22 +3,18 @@ their state moves between layouts."""
 
 from __future__ import annotations
 
-import itertools
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from liver_hpc.layout.coordinates import Layout, RankMap
-from liver_hpc.protocol.votes import Side, disagreements
+from tests.integration.moves import moved_and_stayed
 from tests.integration.processes import WorkerProcess, run_workers
 from tests.integration.worlds import (
     Case,
     apart,
-    begin_at,
     connected,
-    move,
     recipe_of,
     train,
     train_cases,
@@ -93,57 +89,6 @@ def test_a_batch_that_ranks_with_experts_cannot_share_evenly_counts_as_on_one_wo
 # ---- state on the move
 
 CHAIN = ["dp2", "dp2 ep2", "tp2 dp2 ep2 sp", "pp2 cp2 ep2", "dp4 ep4", "dp1"]
-STEPS_EACH = 2
-
-
-def moved_along(process: WorkerProcess, dtype: str) -> dict[str, Any]:
-    """Trains in one layout after the other; digests on both sides of every move."""
-    from liver_hpc.world.groups import install_sentinel
-    from liver_hpc.world.world import World
-    from tests.integration.toys import derived
-
-    recipe = recipe_of(Case("dp1", model(dtype, **SEQ_AUX, **BIAS), steps=1), process.worker)
-    recipe.spec = derived(recipe, *CHAIN)
-    install_sentinel(process.worker)
-    rank_maps = [whole_rank_map(layout) for layout in CHAIN]
-    answer: dict[str, Any] = {"course": [], "digests": [], "biases": []}
-    old = None
-    for number, rank_map in enumerate(rank_maps):
-        new = None
-        if process.worker in rank_map.workers:
-            new = World(recipe, rank_map, process.worker, number, process.device)
-            new.warm_up()
-            new.book.connect(process.network, process.store, 30.0)
-            if not number:
-                new.state.initialize(recipe.initial, seed=3)
-        if number:
-            sides = (rank_maps[number - 1], rank_map)
-            move(process, recipe, (old, new), sides, f"move-{number}")
-            answer["digests"].append(
-                [() if w is None else w.state.digests(recipe.spec.kinds) for w in (old, new)]
-            )
-        if old is not None:
-            old.close()
-        first = number * STEPS_EACH
-        if new is not None:
-            begin_at(new, first)
-            answer["course"] += train(new, range(first, first + STEPS_EACH))
-            new.settle()
-            answer["biases"] = [place.tensor.tolist() for place in new._buffers.values()]
-        old = new
-    return answer
-
-
-def whole_rank_map(layout: str) -> RankMap:
-    sizes = Layout.parse(layout)
-    return RankMap(sizes, tuple(range(sizes.workers)))
-
-
-def stayed(process: WorkerProcess, dtype: str) -> dict[str, Any]:
-    recipe = recipe_of(Case("dp1", model(dtype, **SEQ_AUX, **BIAS)), process.worker)
-    with connected(process, recipe, "dp1", 0) as world:
-        course = train(world, range(STEPS_EACH * len(CHAIN)))
-        return {"course": course, "biases": [p.tensor.tolist() for p in world._buffers.values()]}
 
 
 @pytest.mark.timeout(200)
@@ -153,23 +98,11 @@ def stayed(process: WorkerProcess, dtype: str) -> dict[str, Any]:
 def test_experts_and_their_bias_move_between_layouts(
     dtype: str, close: float, tmp_path: Path
 ) -> None:
-    (tmp_path / "stay").mkdir()
-    (stay,) = run_workers(stayed, 1, tmp_path / "stay", dtype)
-    answers = run_workers(moved_along, 4, tmp_path, dtype)
-    for number, (before, after) in enumerate(itertools.pairwise(CHAIN)):
-        sides = [
-            Side(
-                layout,
-                whole_rank_map(layout),
-                {worker: told["digests"][number][side] for worker, told in enumerate(answers)},
-            )
-            for side, layout in enumerate((before, after))
-        ]
-        assert disagreements(*sides) == []
-    assert apart(answers[0]["course"], stay["course"]) < close
+    moved, stay = moved_and_stayed(Case("dp1", model(dtype, **SEQ_AUX, **BIAS)), CHAIN, tmp_path)
+    assert apart(moved["course"], stay["course"]) < close
     if dtype == "fp32":
-        assert answers[0]["biases"] == stay["biases"]
-    assert any(value for bias in stay["biases"] for value in bias)
+        assert moved["buffers"] == stay["buffers"]
+    assert any(value for bias in stay["buffers"] for value in bias)
 
 
 # ---- what a world leaves behind

@@ -85,6 +85,14 @@ def handed_over_and_saved(config: Any) -> tuple[RunRecords, int]:
             id="experts",
         ),
         pytest.param(
+            f"{WORDS} --mtp-num-layers 1 --position-embedding-type rope --no-rope-fusion",
+            TP2,
+            {"pp": 2},
+            TP2,
+            {"dp": 2},
+            id="multi-token",
+        ),
+        pytest.param(
             f"{WORDS} --calculate-per-token-loss --eod-mask-loss",
             {"cp": 2},
             TP2,

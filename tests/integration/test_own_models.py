@@ -323,7 +323,7 @@ def test_a_tensor_of_more_dimensions_is_held_as_it_is(device: Any) -> None:
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("mtp_num_layers", 1),
+        ("experimental_attention_variant", "dsa"),
         ("moe_router_load_balancing_type", "sinkhorn"),
         ("moe_router_load_balancing_type", ["aux_loss", "a_new_one"]),
     ],

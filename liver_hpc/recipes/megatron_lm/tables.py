@@ -109,7 +109,8 @@ PASSED = (
         window_attn_skip_freq multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim
         qk_pos_emb_head_dim v_head_dim mscale mscale_all_dim mla_down_proj_fusion
         init_method_std embedding_init_method_std init_method_xavier_uniform
-        perform_initialization use_cpu_initialization spec enable_experimental""",
+        perform_initialization use_cpu_initialization spec enable_experimental
+        mtp_num_layers mtp_loss_scaling_factor""",
     ),
     Group(
         "how it is computed",
@@ -272,7 +273,8 @@ REFUSED = (
           moe_router_force_biased moe_enable_routing_replay moe_use_upcycling
           moe_upcycling_granularity"""),
     Group(_UNTRIED,
-          """is_hybrid_model hybrid_* mamba_* mtp_* use_mamba_mem_eff_path
+          """is_hybrid_model hybrid_* mamba_* mtp_hybrid_override_pattern
+          mtp_use_repeated_layer mtp_detach_heads use_mamba_mem_eff_path
           mamba_mem_eff_path experimental_attention_variant dsa_* linear_* gdp_* mhc_*
           enable_mhc_connections heterogeneous_layers_* use_transformer_engine_op_fuser
           use_grouped_gemm_for_* mlp_chunks_for_training moe_single_grouped_*

@@ -77,7 +77,7 @@ REFUSED = {
     "--ddp-num-buckets 4": "--ddp-bucket-size",
     "--batch-invariant-mode": "it sets up the whole process",
     "--hybrid-layer-pattern M*": "not tried with a live handoff",
-    "--mtp-num-layers 1": "not tried with a live handoff",
+    "--mtp-use-repeated-layer": "not tried with a live handoff",
 }
 
 
