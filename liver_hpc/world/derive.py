@@ -10,10 +10,10 @@ its real module with the result.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +40,7 @@ from liver_hpc.world.sharded import (
     sharded,
     sharded_objects,
     shards_of,
+    state_tensors,
     whole_of,
 )
 from liver_hpc.world.shares import differences, is_share, split_of
@@ -192,12 +193,35 @@ class Derivation:
 
     def _stages(self, layout: Layout) -> tuple[Chunks, ...]:
         """The tensors of every chunk of every stage, in the order of their modules'."""
-        table = tuple(
-            self._indices(self._shards(layout, Coordinate(0, stage, 0)))
-            for stage in range(layout.pp)
-        )
+        table, summed = [], set()
+        for stage in range(layout.pp):
+            with self._at(layout, Coordinate(0, stage, 0)) as (modules, groups):
+                chunks = self._indices(chunk_shards(modules, groups, self.frame, layout))
+                chunk = {0: 0, layout.pp - 1: -1}.get(stage)
+                if chunk is not None:
+                    summed.add(_summed(modules[chunk], chunks[chunk]))
+            table.append(chunks)
         self._check_all_held(layout, itertools.chain(*itertools.chain(*table)))
-        return table
+        self._check_copies(layout, table, summed.pop() if len(summed) == 1 else None)
+        return tuple(table)
+
+    def _check_copies(self, layout: Layout, table: list[Chunks], summed: int | None) -> None:
+        """Of tensors that a pipeline has several times. summed: the one whose gradients Megatron
+        sums over the first stage and the last."""
+        stages: dict[int, list[int]] = {}
+        for stage, chunks in enumerate(table):
+            for index in itertools.chain(*chunks):
+                stages.setdefault(index, []).append(stage)
+        for index, held_by in stages.items():
+            name, whole = [*self.frame.tensors.items()][index]
+            if len({*held_by}) < len(held_by):
+                raise PlanError(f"{name}: several chunks of one stage hold it: stages {held_by}")
+            ends = index == summed and held_by == [0, layout.pp - 1]
+            if whole.role == "trained" and len(held_by) > 1 and not ends:
+                raise PlanError(
+                    f"{name} is trained on stages {held_by}, and Megatron does not sum its "
+                    "gradients over them: only those of word embeddings on the first and the last"
+                )
 
     def _homes(self, layout: Layout) -> tuple[int | None, ...]:
         """For each tensor, the ep rank that holds it; None where all do."""
@@ -231,12 +255,15 @@ class Derivation:
             raise PlanError(f"{layout}: {problem}")
 
     def _shards(self, layout: Layout, at: Coordinate) -> list[Shards]:
-        rank = layout.rank(at)
-        rank_map = RankMap(layout, tuple(range(layout.workers)))
-        with self._seat(rank_map, rank) as (modules, groups):
+        with self._at(layout, at) as (modules, groups):
             return chunk_shards(modules, groups, self.frame, layout)
 
-    @contextmanager
+    def _at(
+        self, layout: Layout, at: Coordinate
+    ) -> contextlib.AbstractContextManager[tuple[list[Any], Any]]:
+        return self._seat(RankMap(layout, tuple(range(layout.workers))), layout.rank(at))
+
+    @contextlib.contextmanager
     def _seat(
         self, rank_map: RankMap, worker: int, build: Build | None = None
     ) -> Iterator[tuple[list[Any], Any]]:
@@ -286,6 +313,15 @@ def chunk_shards(modules: Iterable[Any], groups: Any, frame: Any, layout: Layout
     return found
 
 
+def _summed(module: Any, held: tuple[int, ...]) -> int | None:
+    """Which of the tensors that a chunk holds, in its order, Megatron sums over stages."""
+    weight = megatron.summed_over_stages(module)
+    for index, tensor in zip(held, state_tensors(module).values(), strict=True):
+        if tensor is weight:
+            return index
+    return None
+
+
 def _axes_alone(layout: Layout) -> list[Layout]:
     """The layouts that have one of a layout's axes each, of those that split the model."""
     found = []
@@ -298,7 +334,7 @@ def _axes_alone(layout: Layout) -> list[Layout]:
     return found
 
 
-@contextmanager
+@contextlib.contextmanager
 def _refusal(refused: dict[str, str], layout: Layout) -> Iterator[None]:
     """Notes what the model's own code raises where it cannot be laid out so."""
     try:

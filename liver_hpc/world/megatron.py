@@ -204,15 +204,30 @@ def kept_streams() -> Iterator[None]:
 
 
 def mark_tensor_parallel(parameter: torch.Tensor, tensor: TensorSpec) -> None:
-    """Sets the tensor-parallel attributes of a parameter that is split, whatever its layer.
+    """Sets the tensor-parallel attributes of a parameter, whatever its layer; else the gradient
+    norm is silently wrong.
 
-    0.16 leaves them unset with `perform_initialization=False`, and the gradient norm is then
-    silently wrong: tensor-parallel shards count as replicas.
+    Of one that is split 0.16 leaves them unset with `perform_initialization=False`: shards count as
+    replicas. Of one that is not, Transformer Engine sets them all the same where each tp rank
+    computes all of a product, as in multi-latent attention: replicas count as shards.
     """
-    if tensor.tp_dim is not None and not getattr(parameter, "tensor_model_parallel", False):
-        marked: Any = parameter
+    marked: Any = parameter
+    is_marked = getattr(parameter, "tensor_model_parallel", False)
+    if tensor.tp_dim is not None and not is_marked:
         marked.tensor_model_parallel = True
         marked.partition_dim, marked.partition_stride = tensor.tp_dim, 1
+    elif tensor.tp_dim is None and is_marked:
+        marked.tensor_model_parallel = False
+
+
+def summed_over_stages(module: Any) -> torch.Tensor | None:
+    """The parameter of a chunk at either end of a pipeline whose gradients are summed over both
+    (megatron.core.distributed.finalize_model_grads); None where there is none."""
+    predicts = getattr(module.config, "mtp_num_layers", None)
+    if predicts or getattr(module, "share_embeddings_and_output_weights", False):
+        found: torch.Tensor | None = module.shared_embedding_or_output_weight()
+        return found
+    return None
 
 
 def weighs_auxiliary_losses_by_sequences() -> bool:

@@ -29,6 +29,8 @@ _OPTIONS = {
     "tp_comm_overlap": "its buffers are made once a process, for one layout",
     "experimental_attention_variant": _PROCESS_WIDE,
     "moe_input_jitter_eps": _NOISE,
+    "moe_router_topk_limited_devices": "its groups of experts are the ep ranks; "
+    "moe_router_num_groups and moe_router_group_topk are the same in every layout",
     "moe_router_force_load_balancing": _NOISE,
 }
 _WIDEST_BYTES = 8
@@ -104,6 +106,15 @@ def _layout_dependent(config: Any, layout: Layout) -> Iterator[str]:
             yield f"{option}: {why}"
     if getattr(config, "cuda_graph_impl", "none") != "none":
         yield "cuda_graph_impl: a CUDA graph replays the memory and groups of one world"
+    if (
+        getattr(config, "multi_latent_attention", False)
+        and layout.tp > 1
+        and not layout.sequence_parallel
+    ):
+        yield (
+            "multi_latent_attention with tp wants sequence parallelism: add sp to the layout; "
+            "Megatron sums the gradients of what all tp ranks project down with it alone"
+        )
     if not getattr(config, "num_moe_experts", None):
         return
     expert_tp = config.expert_tensor_parallel_size

@@ -326,6 +326,8 @@ class World:
         if self.at.pp != layout.pp - 1 or self.at.tp != 0:
             return Gradients(0.0, 0.0)
         weights = [float(reported.get("tokens", 1)) for reported in losses]
+        if self._per_token and not all(weight.is_integer() for weight in weights):
+            raise PlanError(f"calculate_per_token_loss: no numbers of tokens: {weights}")
         loss_sum = sum(r["loss"].item() * w for r, w in zip(losses, weights, strict=True))
         # With context parallelism each rank has its share of every loss.
         counted = layout.cp_rank(self.at) == 0

@@ -11,6 +11,8 @@ from tests.integration.random_tokens import RandomTokenGPT
 class MaskedGPT(RandomTokenGPT):
     """The mean over tokens of a micro-batch, and then over micro-batches, as Megatron has it."""
 
+    counted = 1.0
+
     def fetch(self, samples: Any, **seat: Any) -> Any:
         import torch
 
@@ -22,7 +24,7 @@ class MaskedGPT(RandomTokenGPT):
 
     def loss(self, model: Any, samples: Any) -> Any:
         output, mean_loss = super().loss(model, samples)
-        tokens = samples[2].sum()
+        tokens = samples[2].sum() * self.counted
 
         def telling(losses: Any) -> Any:
             mean, told = mean_loss(losses)
@@ -45,3 +47,9 @@ class SilentGPT(PerTokenGPT):
 
     def loss(self, model: Any, samples: Any) -> Any:
         return RandomTokenGPT.loss(self, model, samples)
+
+
+class HalfGPT(PerTokenGPT):
+    """Its tokens count half: which no number of tokens is."""
+
+    counted = 0.5

@@ -104,6 +104,7 @@ def test_statistics_of_batches_are_refused_by_name_as_the_spec_is_derived(
         ({**MOE, "moe_router_load_balancing_type": "sinkhorn"}, r"sinkhorn: it balances"),
         ({**MOE, "moe_expert_capacity_factor": 1.0}, r"moe_expert_capacity_factor"),
         ({**MOE, "moe_input_jitter_eps": 0.1}, r"moe_input_jitter_eps: its noise"),
+        ({**MOE, "moe_router_topk_limited_devices": 1}, r"moe_router_topk_limited_devices: its gr"),
     ],
     ids=lambda value: str(list(value)[-1]) if isinstance(value, dict) else "",
 )
@@ -112,6 +113,20 @@ def test_options_with_state_or_by_layout_are_refused_as_the_spec_is_derived(
 ) -> None:
     with pytest.raises(PlanError, match=why):
         derived(Toy(lambda _: {"body": linear()}, **options), "dp1")
+
+
+def test_what_is_trained_on_several_stages_is_refused_unless_megatron_sums_it(device: Any) -> None:
+    """It does so for embeddings alone: other copies would silently drift apart."""
+    assert not derived(Toy(lambda _: {"body": linear().requires_grad_(False)}), "pp2").refused
+    (said,) = derived(Toy(lambda _: {"body": linear()}), "pp2").refused.values()
+    assert said.startswith("body.weight is trained on stages [0, 1], and Megatron does not sum")
+
+
+def test_what_several_chunks_of_one_stage_hold_is_refused(device: Any) -> None:
+    """Only one of them would get values."""
+    frozen = Toy(lambda _: {"body": linear().requires_grad_(False)})
+    (said,) = derived(frozen, "pp2 vpp2").refused.values()
+    assert said == "body.weight: several chunks of one stage hold it: stages [0, 0, 1, 1]"
 
 
 def test_frozen_layers_that_nobody_knows_and_are_recomputed_are_refused(device: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from liver_hpc.errors import PlanError
 from liver_hpc.world import megatron
-from tests.integration.per_token import MaskedGPT, PerTokenGPT, SilentGPT
+from tests.integration.per_token import HalfGPT, MaskedGPT, PerTokenGPT, SilentGPT
 from tests.integration.processes import run_workers
 from tests.integration.test_experts import AUX, BIAS, SEQ_AUX, SIZES, model
 from tests.integration.toys import build_world, derived
@@ -73,9 +73,15 @@ def test_auxiliary_losses_are_refused_where_megatron_weighs_them_by_the_layout(
     assert not derived(plain, "tp2 sp", "cp2").refused
 
 
-def test_a_loss_function_that_does_not_tell_its_tokens_is_refused(device: Any) -> None:
-    recipe = recipe_of(Case("dp1", SIZES, recipe=SilentGPT), 0)
+@pytest.mark.parametrize(
+    ("recipe_class", "why"),
+    [(SilentGPT, 'loss function tells no "tokens"'), (HalfGPT, r"no numbers of tokens: \[0\.5\]")],
+)
+def test_a_loss_function_that_does_not_tell_its_tokens_is_refused(
+    recipe_class: type[PerTokenGPT], why: str, device: Any
+) -> None:
+    recipe = recipe_of(Case("dp1", SIZES, recipe=recipe_class), 0)
     world = build_world(recipe, device)
-    with pytest.raises(PlanError, match='loss function tells no "tokens"'):
+    with pytest.raises(PlanError, match=why):
         world.warm_up()
     world.close()

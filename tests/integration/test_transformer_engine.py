@@ -14,7 +14,10 @@ from liver_hpc.recipes.specs import derive_spec
 from liver_hpc.report.store import RunRecords
 from liver_hpc.world.megatron import computes_by_transformer_engine
 from tests.integration.elastic import elastic_run, losses
+from tests.integration.latent import LatentGPT
+from tests.integration.processes import run_workers
 from tests.integration.runs import finish, run_config, start, worst_difference
+from tests.integration.worlds import Case, apart, train_cases
 
 LAYOUTS = {
     2: [{"dp": 2}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}],
@@ -116,3 +119,19 @@ def test_its_layers_are_handed_off_in_bf16(tmp_path: Path, monkeypatch: pytest.M
     before = moved.reconfigurations[1].step
     assert losses(moved)[:before] == losses(quiet)[:before]
     assert worst_difference(losses(moved), losses(quiet)) <= 0.05
+
+
+@pytest.mark.timeout(300)
+def test_latent_attention_trains_the_same_however_tensors_are_split(
+    tmp_path: Path, engine: None
+) -> None:
+    """Each tp rank projects down alone, by layers that Transformer Engine marks as if they were
+    split; without sequence parallelism their gradients would differ."""
+    options = {"layers": 2, "query_groups": 4, "implementation": "te"}
+    layouts = ["dp1", "tp2 sp", "pp2"]
+    cases = [Case(layout, options, recipe=LatentGPT) for layout in layouts]
+    wanted, *others = run_workers(train_cases, 2, tmp_path, cases)[0]
+    found = dict(zip(layouts[1:], (apart(course, wanted) for course in others), strict=True))
+    assert max(found.values()) < 1e-5, found
+    with pytest.raises(LiverError, match="multi_latent_attention with tp wants sequence paralleli"):
+        run_workers(train_cases, 2, tmp_path, [Case("tp2", options, recipe=LatentGPT)])

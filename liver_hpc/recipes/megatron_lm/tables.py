@@ -146,7 +146,7 @@ PASSED = (
         data_cache_path mmap_bin_files num_dataset_builder_threads object_storage_cache_path
         mid_level_dataset_surplus per_dataset_sequences_path dataloader_fast_cache_load
         dataloader_defer_npy_index_mmap allow_ambiguous_pad_tokens reset_position_ids
-        reset_attention_mask eod_mask_loss create_attention_mask_in_dataloader enable_msc
+        eod_mask_loss create_attention_mask_in_dataloader enable_msc
         disable_msc* msc sft_tokenizer_prompt_format""",
     ),
     Group("a checkpoint of another schedule is loaded with it", "override_opt_param_scheduler"),
@@ -272,6 +272,8 @@ REFUSED = (
           moe_expert_rank_capacity_factor moe_router_quantile_balancing_ema
           moe_router_force_biased moe_enable_routing_replay moe_use_upcycling
           moe_upcycling_granularity"""),
+    Group("chunks in the middle of a pipeline are given no mask, and not every kernel heeds one",
+          "reset_attention_mask", "leave it out"),
     Group(_UNTRIED,
           """is_hybrid_model hybrid_* mamba_* mtp_hybrid_override_pattern
           mtp_use_repeated_layer mtp_detach_heads use_mamba_mem_eff_path

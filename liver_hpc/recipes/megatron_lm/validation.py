@@ -73,10 +73,4 @@ def refused(args: Any) -> list[str]:
             "--moe-grouped-gemm: wants layers of Transformer Engine: others have all experts of a "
             "worker in one tensor, which no other layout has; leave it out"
         )
-    local = torch.version.cuda is None and args.transformer_impl == "local"
-    if args.reset_attention_mask and local:
-        problems.append(
-            "--reset-attention-mask: not supported without CUDA, where a token sees all before it "
-            "in its sample; leave it out"
-        )
     return problems

@@ -75,6 +75,7 @@ REFUSED = {
     "--moe-token-dispatcher-type flex": "made once a process, for one layout",
     "--overlap-moe-expert-parallel-comm": "depends on the layout",
     "--ddp-num-buckets 4": "--ddp-bucket-size",
+    "--reset-attention-mask": "not every kernel heeds one",
     "--batch-invariant-mode": "it sets up the whole process",
     "--hybrid-layer-pattern M*": "not tried with a live handoff",
     "--mtp-use-repeated-layer": "not tried with a live handoff",

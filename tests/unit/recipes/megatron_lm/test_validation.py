@@ -43,7 +43,7 @@ def megatrons(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def arguments(**given: Any) -> types.SimpleNamespace:
-    modes = {"rampup_batch_size": None, "reset_attention_mask": False, "transformer_impl": "local"}
+    modes = {"rampup_batch_size": None, "transformer_impl": "local"}
     plain = {"micro_batch_size": 2, "global_batch_size": 8, "eval_global_batch_size": None}
     modes["moe_grouped_gemm"] = False
     sizes = {"tensor_model_parallel_size": 1, "data_parallel_size": 1, "tokenizer_type": None}
@@ -90,12 +90,3 @@ def test_what_this_megatron_core_ignores_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.delattr(core, "RampupBatchsizeNumMicroBatchesCalculator")
     (told,) = validation.refused(ramped)
     assert told.startswith("--rampup-batch-size: megatron-core takes no notice of it from 0.18 on")
-
-
-def test_attention_that_takes_no_mask_is_refused_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    reset = arguments(reset_attention_mask=True)
-    monkeypatch.setattr("torch.version.cuda", "13.0")
-    assert validation.refused(reset) == []
-    monkeypatch.setattr("torch.version.cuda", None)
-    (told,) = validation.refused(reset)
-    assert told.startswith("--reset-attention-mask: not supported without CUDA")
