@@ -122,6 +122,14 @@ def test_what_is_trained_on_several_stages_is_refused_unless_megatron_sums_it(de
     assert said.startswith("body.weight is trained on stages [0, 1], and Megatron does not sum")
 
 
+def test_latent_attention_with_tp_wants_sequence_parallelism(device: Any) -> None:
+    """Megatron: silently wrong gradients of what every tp rank projects down."""
+    latent = Toy(lambda _: {"body": linear().requires_grad_(False)}, multi_latent_attention=True)
+    (said,) = derived(latent, "tp2").refused.values()
+    assert said.startswith("multi_latent_attention with tp wants sequence parallelism: add sp")
+    assert "multi_latent" not in str(derived(latent, "tp2 sp").refused)
+
+
 def test_what_several_chunks_of_one_stage_hold_is_refused(device: Any) -> None:
     """Only one of them would get values."""
     frozen = Toy(lambda _: {"body": linear().requires_grad_(False)})

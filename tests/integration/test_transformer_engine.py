@@ -14,10 +14,7 @@ from liver_hpc.recipes.specs import derive_spec
 from liver_hpc.report.store import RunRecords
 from liver_hpc.world.megatron import computes_by_transformer_engine
 from tests.integration.elastic import elastic_run, losses
-from tests.integration.latent import LatentGPT
-from tests.integration.processes import run_workers
 from tests.integration.runs import finish, run_config, start, worst_difference
-from tests.integration.worlds import Case, apart, train_cases
 
 LAYOUTS = {
     2: [{"dp": 2}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}],
@@ -67,11 +64,18 @@ def test_what_is_built_while_training_seeds_its_dropout_has_dropout_too(device: 
 
 
 def _moved_and_quiet(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shapes: list[dict[str, Any]], **model: Any
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    shapes: list[dict[str, Any]],
+    recipe: str | None = None,
+    **model: Any,
 ) -> tuple[RunRecords, RunRecords]:
     """A run that goes through these shapes, and one of as many steps that keeps its own."""
     layouts = {2: [*LAYOUTS[2], EP]} if "experts" in model else LAYOUTS
+    if recipe is not None:
+        layouts = {2: LAYOUTS[2]}
     sections = {"model": {"implementation": "te", **model}, "layouts": layouts}
+    sections |= {} if recipe is None else {"recipe": recipe}
     notices = [{"at_step": 2 + number, **shape} for number, shape in enumerate(shapes)]
     moved = elastic_run(tmp_path, notices, **sections)
     outcomes = [(each.outcome, each.digest_equal) for each in moved.reconfigurations]
@@ -122,16 +126,12 @@ def test_its_layers_are_handed_off_in_bf16(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("engine", "unhurried_steps")
 def test_latent_attention_trains_the_same_however_tensors_are_split(
-    tmp_path: Path, engine: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each tp rank projects down alone, by layers that Transformer Engine marks as if they were
-    split; without sequence parallelism their gradients would differ."""
-    options = {"layers": 2, "query_groups": 4, "implementation": "te"}
-    layouts = ["dp1", "tp2 sp", "pp2"]
-    cases = [Case(layout, options, recipe=LatentGPT) for layout in layouts]
-    wanted, *others = run_workers(train_cases, 2, tmp_path, cases)[0]
-    found = dict(zip(layouts[1:], (apart(course, wanted) for course in others), strict=True))
-    assert max(found.values()) < 1e-5, found
-    with pytest.raises(LiverError, match="multi_latent_attention with tp wants sequence paralleli"):
-        run_workers(train_cases, 2, tmp_path, [Case("tp2", options, recipe=LatentGPT)])
+    split."""
+    recipe, shapes = "tests.integration.latent:LatentGPT", [{"layout": TP}, {"layout": PP}]
+    elastic, quiet = _moved_and_quiet(tmp_path, monkeypatch, shapes, recipe, query_groups=4)
+    assert worst_difference(losses(elastic), losses(quiet)) < 1e-5
