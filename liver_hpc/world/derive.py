@@ -212,8 +212,9 @@ class Derivation:
         for stage, chunks in enumerate(table):
             for index in itertools.chain(*chunks):
                 stages.setdefault(index, []).append(stage)
+        tensors = [*self.frame.tensors.items()]
         for index, held_by in stages.items():
-            name, whole = [*self.frame.tensors.items()][index]
+            name, whole = tensors[index]
             if len({*held_by}) < len(held_by):
                 raise PlanError(f"{name}: several chunks of one stage hold it: stages {held_by}")
             ends = index == summed and held_by == [0, layout.pp - 1]
