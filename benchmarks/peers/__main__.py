@@ -85,7 +85,7 @@ def run(effort: Effort, systems: Sequence[str] = SYSTEMS) -> BenchmarkResult:
 
 
 class _Attempt:
-    """Tries one system; what failed twice, or cannot run here at all, is not tried again."""
+    """Tries one system; another one's that failed twice, or cannot run here at all, is not tried again."""
 
     def __init__(self, name: str, effort: Effort, directory: Path) -> None:
         self._name = name
@@ -99,6 +99,8 @@ class _Attempt:
             return Trial([Row(self._name, "none", detail=why_not)])
         if self._failures >= MOST_FAILURES:
             return Trial([Row(self._name, "none", detail="not tried again")])
+        if self._name == LIVE:  # a failure of our own is none to go on from
+            return self._try(self._directory)
         trial = _guarded(self._name, partial(self._try, self._directory))
         self._failures += sum(math.isnan(row.lost_s) for row in trial.rows)
         return trial

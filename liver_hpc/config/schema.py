@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -20,6 +20,7 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -49,6 +50,22 @@ class Section(BaseModel):
             except RuntimeError:
                 raise ValueError(f"there is no home directory {value.parts[0]!r}") from None
         return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """`yes` and `on` of YAML would count as 1."""
+        if isinstance(value, bool):
+            kinds = {*_kinds_of(cls.model_fields[str(info.field_name)].annotation)}
+            if float in kinds and bool not in kinds:
+                raise ValueError(f"wanted a number, got {str(value).lower()}")
+        return value
+
+
+def _kinds_of(annotation: Any) -> Iterator[Any]:
+    yield annotation
+    for part in get_args(annotation):
+        yield from _kinds_of(part)
 
 
 class LayoutSection(Section):

@@ -16,12 +16,13 @@ from liver_hpc.report.wording import layout_text
 from liver_hpc.run.records import BaselineRecord, ReconfigurationRecord, RunRecords
 
 LIVE = "live"
-_GROUPED_BY = ("model", "size", "state", "transition", "source", "target")
+_GROUPED_BY = ("model", "size", "state", "variant", "transition", "source", "target")
 """Columns of a benchmark's rows that say what was changed, as far as they are there."""
 
 
 Comparisons = Mapping[str, Mapping[str, Sequence[float]]]
-"""Of each change, of each method, LIVE first: lost time in seconds, one value a measurement."""
+"""Of each change, of each method, LIVE first: cost in seconds, one value a measurement: lost time,
+and what steps took longer beside it."""
 
 
 def is_live(method: str) -> bool:
@@ -29,10 +30,10 @@ def is_live(method: str) -> bool:
 
 
 def speedup(methods: Mapping[str, Sequence[float]]) -> float:
-    """Lost time of the best restart over that of the live handoff; NaN where one is missing."""
-    live = [statistics.median(lost_s) for method, lost_s in methods.items() if is_live(method)]
+    """Cost of the best restart over that of the live handoff; NaN where one is missing."""
+    live = [statistics.median(cost_s) for method, cost_s in methods.items() if is_live(method)]
     others = [
-        statistics.median(lost_s) for method, lost_s in methods.items() if not is_live(method)
+        statistics.median(cost_s) for method, cost_s in methods.items() if not is_live(method)
     ]
     return min(others) / min(live) if live and others and min(live) > 0 else math.nan
 
@@ -45,24 +46,29 @@ def of_run(figures: RunFigures, records: RunRecords) -> Comparisons:
     ]
     changes = {change for change, _, lost_s in restarts if math.isfinite(lost_s)}
     done = [attempt for attempt in figures.reconfigurations if attempt.completed]
-    live = [(_change(each), LIVE, each.lost_s) for each in done if _change(each) in changes]
+    live = [(_change(each), LIVE, each.cost_s) for each in done if _change(each) in changes]
     return _comparisons(restarts + live)
 
 
 def of_benchmark(path: Path) -> Comparisons:
-    """From the JSON that a benchmark wrote: `samples`, or else `rows`, with `method` and `lost_s`,
-    and with what was changed. Raises ConfigError, which names the file, for anything else."""
+    """From the JSON that a benchmark wrote: `samples`, or else `rows`, with `method`, `lost_s` and
+    maybe `slowdown_s`, and with what was changed. Raises ConfigError, which names the file, for
+    anything else."""
     measured = [
-        (", ".join(str(row[name]) for name in _GROUPED_BY if row.get(name) is not None),
-         row["method"], float(row["lost_s"]))
+        (", ".join(str(row[name]) for name in _GROUPED_BY if row.get(name) not in (None, "")),
+         row["method"], _seconds(row.get("lost_s")) + _seconds(row.get("slowdown_s", 0.0)))
         for row in _rows(path)
-        # A measurement that failed has no figure.
-        if isinstance(row.get("method"), str) and isinstance(row.get("lost_s"), int | float)
+        if isinstance(row.get("method"), str)
     ]  # fmt: skip
     comparisons = _comparisons(measured)
     if not comparisons:
         raise ConfigError(f"{path}: wanted rows with 'method' and 'lost_s' (seconds), got none")
     return comparisons
+
+
+def _seconds(value: Any) -> float:
+    """NaN where a measurement has failed, which has no figure."""
+    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def _rows(path: Path) -> Sequence[Mapping[str, Any]]:
@@ -79,13 +85,13 @@ def _rows(path: Path) -> Sequence[Mapping[str, Any]]:
 
 
 def _comparisons(measured: Iterable[tuple[str, str, float]]) -> Comparisons:
-    """Of changes, methods and lost times; one that is not finite is no measurement."""
+    """Of changes, methods and costs; one that is not finite is no measurement."""
     found: dict[str, dict[str, list[float]]] = {}
-    for change, method, lost_s in measured:
-        if math.isfinite(lost_s):
-            found.setdefault(change, {LIVE: []}).setdefault(method, []).append(lost_s)
+    for change, method, cost_s in measured:
+        if math.isfinite(cost_s):
+            found.setdefault(change, {LIVE: []}).setdefault(method, []).append(cost_s)
     return {
-        change: {method: lost_s for method, lost_s in methods.items() if lost_s}
+        change: {method: cost_s for method, cost_s in methods.items() if cost_s}
         for change, methods in found.items()
     }
 

@@ -32,8 +32,8 @@ def test_a_run_s_handoffs_stand_beside_the_restarts_of_the_same_change() -> None
 
 def test_a_benchmark_s_samples_are_grouped_by_what_was_changed(tmp_path: Path) -> None:
     rows = [
-        {"size": "25m", "transition": "grow", "method": method, "lost_s": lost_s}
-        for method, lost_s in (("megatron", 8.0), ("live", 0.2), ("live", 0.4), ("gone", None))
+        {"size": "25m", "transition": "grow", "method": method, "lost_s": lost_s, "slowdown_s": 0.1}
+        for method, lost_s in (("megatron", 7.9), ("live", 0.1), ("live", 0.3), ("gone", None))
     ]
     path = tmp_path / "r.json"
     path.write_text(json.dumps({"rows": [{"method": "live", "lost_s": 99}], "samples": rows}))
@@ -41,6 +41,23 @@ def test_a_benchmark_s_samples_are_grouped_by_what_was_changed(tmp_path: Path) -
     assert change == "25m, grow"
     assert list(methods.items()) == [("live", [0.2, 0.4]), ("megatron", [8.0])]
     assert speedup(methods) == pytest.approx(8.0 / 0.3)
+
+
+def test_variants_of_a_sweep_are_not_put_together(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    rows = [
+        {"size": "25m", "variant": variant, "method": "live", "lost_s": lost_s}
+        for variant, lost_s in (("100 Mbit/s", 2.0), ("", 0.1))
+    ]
+    path.write_text(json.dumps({"rows": rows}))
+    assert of_benchmark(path) == {"25m, 100 Mbit/s": {"live": [2.0]}, "25m": {"live": [0.1]}}
+
+
+def test_a_live_handoff_whose_slower_steps_are_not_known_has_no_cost(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    rows = [{"method": "live", "lost_s": 0.1, "slowdown_s": slower_s} for slower_s in (None, 0.5)]
+    path.write_text(json.dumps({"rows": rows}))
+    assert of_benchmark(path) == {"": {"live": [0.6]}}
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"rows": 1}', '{"rows": [1]}', '{"rows": []}', "{}"])

@@ -104,7 +104,7 @@ def test_all_parts_are_there(whole: str) -> None:
     for name in (
         "Loss and tokens per second over time",
         "Nodes over time",
-        "Lost time, live and by restart",
+        "Cost, live and by restart",
         "Handoff 1: dp2 to tp2 dp2, completed",
         "Handoff 2: tp2 dp2 to pp2 dp2, aborted",
         "Handoff 3: tp2 dp2 to tp2, completed",
@@ -155,7 +155,7 @@ def test_the_validation_loss_is_a_line_beside_that_of_training(whole: str) -> No
 def test_live_against_restart() -> None:
     methods = {"live": [0.1, 0.2, 0.3], "torch dcp": [8.0, 9.0]}
     said = checked(page(everything(), {"dp2 to tp2": methods})).said()
-    assert "42.5\u00d7 less lost than by the best restart" in said
+    assert "42.5\u00d7 less than by the best restart" in said
     assert "0.200 s (0.100 to 0.300, 3)" in said
 
 
