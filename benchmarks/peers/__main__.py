@@ -85,7 +85,7 @@ def run(effort: Effort, systems: Sequence[str] = SYSTEMS) -> BenchmarkResult:
 
 
 class _Attempt:
-    """Tries one system; another one's that failed twice, or cannot run here at all, is not tried again."""
+    """Tries one system. One of others that failed twice, or cannot run here, is not tried again."""
 
     def __init__(self, name: str, effort: Effort, directory: Path) -> None:
         self._name = name

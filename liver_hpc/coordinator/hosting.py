@@ -155,6 +155,9 @@ class HostedCoordinator:
         if newest_epoch(self._run.path) > self._epoch:
             self._superseded = True  # and does not know it yet
             return
+        if self.outcome is None and newest_epoch(self._run.path) == self._epoch:
+            # It had begun, so that the file is its own: killed before its word of it was heard.
+            self.outcome = self._run.last_outcome()
         if self.outcome is None and os.WIFSIGNALED(status):
             self._killed_in_vain += 1
             how = f"the coordinator was killed by signal {os.WTERMSIG(status)}"

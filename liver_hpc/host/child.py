@@ -228,8 +228,11 @@ class Child:
         if not self._leads_group:
             self._process.send_signal(signum)
         elif self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
+            try:
                 os.killpg(self.pid, signum)
+            except ProcessLookupError:  # one that was forked just now leads none yet
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.send_signal(signum)
 
     def end(self, limit_s: float, first: signal.Signals = signal.SIGTERM) -> list[int]:
         """Sends `first`, after `limit_s` kills what still lives of the whole tree.

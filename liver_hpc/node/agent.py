@@ -255,7 +255,8 @@ class Agent:
     def _tell_loop(self, launch: str, news: News) -> None:
         """From another thread."""
         self._news.put((launch, news))
-        os.write(self._waker, b"\0")  # wakes like a signal's number, which it is not
+        with contextlib.suppress(BlockingIOError):  # a full pipe wakes, too
+            os.write(self._waker, b"\0")  # like a signal's number, which it is not
 
     # ---- launches
 
@@ -398,7 +399,8 @@ class Agent:
         try:
             line.open(address)
             log.info("the channel stands")
-            while True:
+            self._tell_loop("", line.receive())
+            while not line.is_told_to_go:
                 self._tell_loop("", line.receive())
         except LiverError as error:
             self._tell_loop("", error)

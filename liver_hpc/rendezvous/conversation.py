@@ -186,6 +186,11 @@ class Line:
 
     # ---- what comes
 
+    @property
+    def is_told_to_go(self) -> bool:
+        """By a coordinator that it has called: all that comes from now on is that."""
+        return self._told is not None
+
     def receive(self, timeout_s: float | None = None) -> list[tuple[int, bytes]]:
         """What comes next that is new: to whom, and the message; nothing where the connection has
         broken, which the next call makes again. None waits until there is something or no

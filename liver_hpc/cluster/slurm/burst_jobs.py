@@ -247,7 +247,8 @@ class BurstJobs:
 
     def reject(self, node: str) -> None:
         """The node is not well: no request gets it for REJECTED_S. From any thread."""
-        self._rejected |= {node: self._clock.now_s() + REJECTED_S}
+        # Another one: the thread that asks Slurm may be reading this.
+        self._rejected = {**self._rejected, node: self._clock.now_s() + REJECTED_S}
 
     def _exclusion(self) -> list[str]:
         """sbatch's option for the nodes to avoid, and for those that the run file excludes."""

@@ -105,6 +105,25 @@ def test_a_coordinator_that_is_killed_is_followed_by_another_one(
     assert len([*run.path.glob("life-*")]) == 3
 
 
+def test_one_that_is_killed_behind_its_outcome_is_followed_by_none(
+    coordinator: Coordinator, asked: Path
+) -> None:
+    """Another one would begin the run again, which is over."""
+
+    def ends(directory: Path) -> Outcome:
+        claim_epoch(directory)
+        (directory / f"life-{len([*directory.glob('life-*')])}").touch()
+        Outcome("finished", "all steps are done", 3).write(directory)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    coordinator(ends)
+    run = a_run(requeue=True)
+    assert CoordinatorJob()(str(run.path)) == 0
+    assert len([*run.path.glob("life-*")]) == 1
+    assert run.last_outcome() == Outcome("finished", "all steps are done", 3)
+
+
 def test_one_that_is_killed_again_and_again_is_the_end(
     coordinator: Coordinator, asked: Path
 ) -> None:

@@ -265,6 +265,20 @@ def test_a_group_of_its_own_gets_a_signal_as_a_whole_and_a_child_in_ours_alone(
     shell.says("up", "both", "up")
 
 
+def test_a_child_that_does_not_lead_its_group_yet_gets_a_signal_all_the_same(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that was forked just now."""
+
+    def no_group(_group: int, _signum: int) -> None:
+        raise ProcessLookupError
+
+    child = shell("sleep 60", apart="group")
+    monkeypatch.setattr("os.killpg", no_group)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(SOON_S) == 128 + signal.SIGTERM
+
+
 def test_a_session_of_its_own_is_led_by_the_child(shell: Shell) -> None:
     child = shell("read word", apart="session", stdin=subprocess.PIPE)
     assert os.getsid(child.pid) == child.pid

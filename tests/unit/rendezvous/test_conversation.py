@@ -268,6 +268,7 @@ def test_who_is_not_expected_is_told_to_exit(run: RunDirectory, called: Called) 
     coordinator = Coordinator(run, 1, exits=True)
     called.line.open(coordinator.server.address)
     assert called.line.receive(LIMIT_S) == [(ITSELF, encode(Exit(reason="not expected")))]
+    assert called.line.is_told_to_go
     coordinator.server.close()
 
 
