@@ -20,6 +20,7 @@ from pathlib import Path
 
 from liver_hpc.cli.client import answers, coordinator_lives
 from liver_hpc.cli.submission import checked_run, new_run, note_latest
+from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.cluster.slurm.run_job import OwnJob
 from liver_hpc.config.schema import RunConfig, SlurmSection
 from liver_hpc.coordinator.hosting import HostedCoordinator, checkpoint_in_time, requeue
@@ -33,6 +34,7 @@ _END_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _TIME_LIMIT = "its time limit, cluster.timeout_min"
 _VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+_ASK_EVERY_S = 1.0
 
 
 # ---- by submitit
@@ -94,7 +96,7 @@ def coordinate_locally(run_directory: str, visible_devices: str | None) -> int:
     # Half a minute before the job's time is up, for which submitit would requeue it or raise.
     signal.signal(signal.SIGUSR2, lambda number, frame: hosted.stop(_TIME_LIMIT, checkpoint=True))
     hosted.start()
-    hosted.wait()
+    _wait_for_the_end(hosted, RunDirectory(Path(run_directory)))
     return int(hosted.outcome is None or hosted.outcome.state == "failed")
 
 
@@ -195,6 +197,24 @@ def _known_run(config: RunConfig, job: OwnJob) -> RunDirectory | None:
 # ---- a job's signals
 
 
+def _wait_for_the_end(hosted: HostedCoordinator, run: RunDirectory) -> None:
+    """Of a run. Where another coordinator has it, that one may be killed, too: once it has not
+    answered for so long that it is gone, and before agents give up, the hosted one takes over."""
+    clock, gone = SystemClock(), None
+    while not hosted.wait(_ASK_EVERY_S):
+        if not hosted.is_superseded:
+            gone = None
+            continue
+        limits = run.config().deadlines
+        if answers(run):
+            gone = Deadline.after(clock, limits.coordinator_s / 2, "its coordinator")
+        elif gone is None:  # it takes the run over: it derives the model, and waits for agents
+            gone = Deadline.after(clock, limits.boot_s + limits.coordinator_s, "its coordinator")
+        elif gone.expired():
+            print("the other coordinator does not answer: takes over", file=sys.stderr, flush=True)
+            hosted.take_over()
+
+
 class _TimeIsUp(Exception):
     """The window was over before the state was on disk; the job begins again where it may."""
 
@@ -230,7 +250,7 @@ class JobSignals:
             self._hear(number, None)
         try:
             hosted.start()
-            hosted.wait()
+            _wait_for_the_end(hosted, run)
         except _TimeIsUp:
             return hosted.outcome
         if hosted.outcome is None:

@@ -9,12 +9,12 @@ another one may adopt it.
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -22,7 +22,7 @@ import psutil
 from liver_hpc import __version__
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.host.child import Child, Command, Foreign, started_as
+from liver_hpc.host.child import Child, Command, Foreign, kill_left, mark_of
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.run.actions import LaunchAgent
 from liver_hpc.run.events import Seat
@@ -86,7 +86,8 @@ class LaunchedAgent(ABC):
 
     @abstractmethod
     def adopt(self, host: str, pid: int) -> bool:
-        """Takes over what another process has started; false where it has ended."""
+        """Takes over what another process has started; false where it has ended: nothing of it is
+        left then. Raises DeadlineError where something is."""
 
     @abstractmethod
     def kill(self) -> None:
@@ -122,12 +123,15 @@ class LocalAgent(LaunchedAgent):
     def adopt(self, host: str, pid: int) -> bool:
         words = [*self._command.words]
         at = words.index("--agent")
-        if host != socket.gethostname() or not _runs(pid, words[at - 2 : at + 2]):
-            return False  # the number is another process's by now, maybe another run's agent
+        if host != socket.gethostname():
+            return False
         try:
-            command = replace(self._command, mark=started_as(pid))
-            self._child = Child(command, Foreign(pid))
-        except (LiverError, OSError):  # it has ended meanwhile
+            if not _runs(pid, words[at - 2 : at + 2]):
+                # The number may be another process's by now, maybe another run's agent.
+                raise ProcessLookupError
+            self._child = Child(self._command, Foreign(pid))
+        except OSError:  # it has ended, and may have left others behind
+            kill_left(self._command.mark)
             return False
         self._run_thread("keep", self._keep)
         return True
@@ -277,11 +281,12 @@ def local_launcher(
     """
 
     def prepared(launch: LaunchAgent) -> LaunchedAgent:
-        options = [*agent_options(launch, run_directory, stay), *further_options]
-        words = [sys.executable, "-P", "-m", *(task or [AGENT_MODULE, *options])]
+        options = [*agent_options(launch, run_directory, stay), "--parent", str(os.getpid())]
+        words = [sys.executable, "-P", "-m", *(task or [AGENT_MODULE, *options, *further_options])]
         log = agent_log(run_directory, launch.agent)
         name = f"agent {launch.agent}"
-        command = Command(name, words, orphan_signal=None, log=log, apart="session")
+        mark = mark_of(str(run_directory.resolve()), launch.agent)
+        command = Command(name, words, orphan_signal=None, log=log, apart="session", mark=mark)
         return LocalAgent(launch.agent, command, exit_s)
 
     return Launcher(

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -52,13 +53,15 @@ class HostedCoordinator:
     from a signal handler.
 
     A child that is killed is followed by another one, which takes over what the first has left. One
-    whose run another coordinator has taken over ends, and the end of the run is waited for.
+    whose run another coordinator has taken over ends, and the end of the run is waited for, or that
+    somebody has this process `take_over` again.
 
-    started: whether it was. outcome: how it ended, as soon as that is known.
+    started: whether it was. is_superseded: whether another coordinator has the run. outcome: how it
+    ended, as soon as that is known.
     """
 
     def __init__(self, run_directory: Path) -> None:
-        self.started = False
+        self.started = self.is_superseded = False
         self.outcome: Outcome | None = None
         self._run = RunDirectory(run_directory)
         self._said: list[dict[str, Any]] = []
@@ -67,7 +70,7 @@ class HostedCoordinator:
         self._epoch = 0  # the number that the child takes
         self._steps_done = 0
         self._killed_in_vain = 0
-        self._superseded = self._ended = False
+        self._ended = False
 
     def start(self) -> None:
         """Once."""
@@ -77,7 +80,7 @@ class HostedCoordinator:
     def stop(self, why: str, checkpoint: bool = False) -> None:
         """The run is to stop at its next step boundary. checkpoint: with one in any case. Where
         another coordinator has it, this process alone ends: that one may be gone without a word."""
-        self._ended |= self._superseded
+        self._ended |= self.is_superseded
         self._say({"stop": [why, checkpoint]})
 
     def end_near(self, reason: str, deadline_s: float) -> None:
@@ -90,7 +93,7 @@ class HostedCoordinator:
         end_s = None if limit_s is None else time.monotonic() + limit_s
         while not self._ended:
             left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
-            if self._superseded:
+            if self.is_superseded:
                 time.sleep(_LOOK_S if left_s is None else min(_LOOK_S, left_s))
                 self.outcome = self._run.last_outcome()
                 self._ended = self.outcome is not None
@@ -135,25 +138,32 @@ class HostedCoordinator:
         if "outcome" in words:
             self.outcome = Outcome(**words["outcome"])
         elif "superseded" in words:
-            self._superseded = True
+            self.is_superseded = True
         elif words["steps"] > self._steps_done:
             self._steps_done, self._killed_in_vain = words["steps"], 0
 
+    def take_over(self) -> None:
+        """From the coordinator that had taken over, and that is gone."""
+        with _unheard():
+            if not self.is_superseded or self._ended:
+                return
+            if self._line is not None:  # ours does nothing more, but may not have ended
+                os.kill(self._pid, signal.SIGKILL)
+                os.waitpid(self._pid, 0)
+            self.is_superseded = False
+            self._fork()
+
     def _child_ended(self) -> None:
-        # What handles a signal may wait for the next one, which nobody else starts.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
-        try:
+        with _unheard():
             self._next_after_child()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _next_after_child(self) -> None:
         self._line = None
         _, status = os.waitpid(self._pid, 0)
-        if self._superseded:
+        if self.is_superseded:
             return
         if newest_epoch(self._run.path) > self._epoch:
-            self._superseded = True  # and does not know it yet
+            self.is_superseded = True  # and does not know it yet
             return
         if self.outcome is None and newest_epoch(self._run.path) == self._epoch:
             # It had begun, so that the file is its own: killed before its word of it was heard.
@@ -183,6 +193,16 @@ class HostedCoordinator:
         self._line = ours
         for words in self._said:
             self._tell(words)
+
+
+@contextlib.contextmanager
+def _unheard() -> Iterator[None]:
+    """What handles a signal may wait for the next coordinator, which nobody else starts."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _coordinate(

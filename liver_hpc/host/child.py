@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import hashlib
 import logging
 import os
 import queue
@@ -78,6 +79,17 @@ _log = logging.getLogger(__name__)
 def new_mark() -> str:
     """The name of a variable that no other child has in its environment."""
     return f"{_MARK}{secrets.token_hex(8)}"
+
+
+def mark_of(*names: str) -> str:
+    """The mark of what has these names, which another process can tell, too."""
+    return f"{_MARK}{hashlib.sha256(repr(names).encode()).hexdigest()[:16]}"
+
+
+def kill_left(mark: str) -> list[int]:
+    """Kills what lives of a child that another process has started, and that has ended: whom.
+    Raises DeadlineError when some do not end (stuck in the kernel)."""
+    return kill_marked(mark, _SET, _KILL_S)
 
 
 @dataclass(frozen=True)
@@ -151,19 +163,6 @@ class Foreign(Adopted):
 
     def _exit_code(self) -> int:
         return -signal.SIGKILL
-
-
-def started_as(pid: int) -> str:
-    """The mark of a process that another one has started as a `Child`. Raises LiverError where it
-    has none, as it has ended."""
-    try:
-        environ = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
-    except OSError as error:
-        raise LiverError(f"process {pid}: {error.strerror}") from error
-    marks = [each.partition("=")[0] for each in environ if each.startswith(_MARK)]
-    if not marks:
-        raise LiverError(f"process {pid} has no mark")
-    return marks[-1]  # those before it are those of processes above
 
 
 class Child:
@@ -273,7 +272,7 @@ def end_all(
             child.send_signal(signal.SIGKILL)
     killed: set[int] = set()
     for mark in {child.mark for child in children}:
-        killed.update(kill_marked(mark, _SET, _KILL_S))
+        killed.update(kill_left(mark))
     for child in children:
         child._release()
     return sorted(killed)

@@ -100,12 +100,14 @@ class AgentPlan:
     """What an agent is told when it starts.
 
     first: the launch that it is started for, which has its name. stays: it takes others too.
-    version: of the coordinator's liver_hpc. stand_in: what is started in a worker's place, in
-    tests.
+    parent: the process that has started it, where that is known, as it may have ended since; else
+    whose child it is. version: of the coordinator's liver_hpc. stand_in: what is started in a
+    worker's place, in tests.
     """
 
     first: WorkerPlan
     stays: bool
+    parent: int | None
     version: str
     stand_in: tuple[str, ...]
 
@@ -207,7 +209,7 @@ class Agent:
 
     def _watch_parent(self) -> None:
         """Has the parent's end taken for a signal."""
-        parent = os.getppid()
+        parent = self._plan.parent or os.getppid()
         with contextlib.suppress(OSError):  # it has ended, or is outside of our PID namespace
             end = os.pidfd_open(parent)
             self._selector.register(end, selectors.EVENT_READ, partial(self._parent_ended, end))
@@ -537,6 +539,7 @@ def parse_options(arguments: list[str] | None = None) -> AgentPlan:
     parser.add_argument(
         "--stay", action="store_true", help="takes further launches, until it is told to end"
     )
+    parser.add_argument("--parent", type=int, help="the process that has started this one")
     parser.add_argument("--worker-command", type=json.loads, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     directory, stand_in = given.run_directory.absolute(), tuple(given.worker_command or ())
@@ -545,7 +548,7 @@ def parse_options(arguments: list[str] | None = None) -> AgentPlan:
     if given.together is not None:
         agent, slots = own_agent(given.together, os.environ)
     first = WorkerPlan(directory, agent, slots, command, given.warnings)
-    return AgentPlan(first, given.stay, given.version, stand_in)
+    return AgentPlan(first, given.stay, given.parent, given.version, stand_in)
 
 
 def _worker_command(run_directory: Path, layout: str) -> tuple[str, ...]:

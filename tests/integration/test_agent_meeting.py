@@ -230,6 +230,29 @@ def test_sigkill_of_any_process_above_the_workers_leaves_nothing(
         wait_for(lambda: set(run.alive()) <= {owner.pid}, "the tree to end", 5.0)
 
 
+def test_an_agent_that_finds_its_parent_gone_when_it_starts_ends_at_once(run: Run) -> None:
+    launcher = run.launcher("never boots", options=["--parent", "1"])
+    launcher.launch(request())
+    assert run.wait_ended(launcher) == 128 + signal.SIGTERM
+    assert run.alive() == []
+
+
+def test_what_coordinator_and_agent_leave_that_are_killed_is_ended_by_the_next_coordinator(
+    run: Run,
+) -> None:
+    run.open_rendezvous()
+    with owned(run, "has a child") as owner:
+        run.notes()
+        run.coordinator.wait_heard(AgentHello)
+        (agent,) = run.agents()
+        owner.kill()
+        os.kill(agent, signal.SIGKILL)
+        wait_for(lambda: len(run.alive()) == 2, "all but the workers' children to end", 5.0)
+    assert len(run.find("/bin/sleep", "60")) == 2
+    assert not run.launcher("works").adopt("a0", "", socket.gethostname(), agent)
+    assert run.alive() == []
+
+
 @pytest.mark.parametrize("victim", ["owner", "agent", "joiner"])
 def test_sigkill_of_any_process_in_the_meeting_leaves_nothing(run: Run, victim: str) -> None:
     with run.queue() as came, owned(run, "works") as owner:

@@ -11,9 +11,11 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from liver_hpc.cli import launch
 from liver_hpc.cli.launch import CoordinatorJob, coordinate_here, coordinate_locally
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.coordinator.connections import Control, Inbox
@@ -64,9 +66,9 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         signal.signal(number, handler)
 
 
-def a_run(requeue: bool, end_window_s: float = 0.2) -> RunDirectory:
+def a_run(requeue: bool, end_window_s: float = 0.2, **given: Any) -> RunDirectory:
     slurm = {"components": [{"name": "main"}], "requeue": requeue, "end_window_s": end_window_s}
-    return create_run_directory(minimal(cluster={"kind": "slurm", "slurm": slurm}))
+    return create_run_directory(minimal(cluster={"kind": "slurm", "slurm": slurm}, **given))
 
 
 def ends_as(state: str, reason: str = "so it was") -> Ends:
@@ -165,6 +167,36 @@ def test_one_that_was_superseded_ends_when_it_is_told_to(
     hosted.stop("SIGTERM")
     assert hosted.wait(1.0)
     assert hosted.outcome is None
+
+
+def test_one_whose_successor_answers_no_more_takes_over_again(
+    coordinator: Coordinator, asked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else would: the job would hold its nodes until its time is up."""
+    answered = [True, True, False]
+
+    def answers(run: RunDirectory) -> bool:
+        return answered.pop(0) if answered else False
+
+    def ends(directory: Path) -> Outcome:
+        epoch = claim_epoch(directory)
+        if epoch.number == 1:
+            claim_epoch(directory)  # the other one's
+            raise Superseded(1)
+        return Outcome("finished", f"by coordinator {epoch.number}", 3)
+
+    coordinator(ends)
+    monkeypatch.setattr(launch, "answers", answers)
+    monkeypatch.setattr(launch, "_ASK_EVERY_S", 0.05)
+    run = a_run(requeue=True, deadlines={"coordinator_s": 0.4})
+    hosted: list[HostedCoordinator] = []
+    take_over = HostedCoordinator.take_over
+    monkeypatch.setattr(
+        HostedCoordinator, "take_over", lambda one: (hosted.append(one), take_over(one))
+    )
+    assert CoordinatorJob()(str(run.path)) == 0
+    assert answered == []
+    assert hosted[0].outcome == Outcome("finished", "by coordinator 3", 3)
 
 
 def test_one_that_is_killed_after_another_has_taken_over_is_not_followed(
