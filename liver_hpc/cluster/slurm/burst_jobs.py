@@ -16,7 +16,7 @@ from liver_hpc.clock import Clock
 from liver_hpc.cluster.slurm.burst import BurstPolicy
 from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands, SlurmError
 from liver_hpc.cluster.slurm.holdings import Allocation
-from liver_hpc.cluster.slurm.reaper import cancel_all
+from liver_hpc.cluster.slurm.reaper import SETTLE_S, cancel_all
 from liver_hpc.cluster.slurm.replies import COMPLETING, RUNNING, JobInfo
 from liver_hpc.cluster.slurm.script import BURST_SCRIPT, burst_options, burst_script
 from liver_hpc.config.schema import BurstSection, RunConfig
@@ -264,6 +264,7 @@ class BurstJobs:
         if self._reaper is None:
             return
         self.save()
-        cancel_all(self._commands, self.name)
+        unsure = self._clock.now_s() < self._unsure_until_s
+        cancel_all(self._commands, self.name, SETTLE_S if unsure else 0.0)
         self._reaper.end(0.0)
         self._reaper = None

@@ -1,8 +1,7 @@
 """`python -m liver_hpc.cluster.slurm.reaper NAME RUN_DIRECTORY EPOCH`.
 
-A child of the coordinator of that number, which outlives it where it is killed: until another one
-has taken over, which has a reaper of its own, or else for as long as it takes to cancel its burst
-jobs.
+A child of the coordinator of that number, which outlives it where it is killed: until the reaper
+of another one stands, or else for as long as it takes to cancel its burst jobs.
 
 Keepers end by themselves, but a request that is still pending has none yet.
 """
@@ -18,11 +17,12 @@ from pathlib import Path
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.replies import COMPLETING
+from liver_hpc.config.schema import DeadlineSection
 from liver_hpc.errors import LiverError
 from liver_hpc.run.directory import RunDirectory
-from liver_hpc.run.epoch import newest_epoch
+from liver_hpc.run.epoch import EPOCHS, newest_epoch
 
-_SETTLE_S = 2.0
+SETTLE_S = 2.0
 _LOOK_S = 1.0
 _CANCEL_S = 30.0
 
@@ -44,6 +44,34 @@ def cancel_all(commands: SlurmCommands, name: str, settle_s: float = 0.0) -> Non
     poll_until(ended, deadline, _LOOK_S)
 
 
+def stands(run: RunDirectory, epoch: int) -> Path:
+    """The file that says that the reaper of the coordinator of that number does."""
+    return run.path / EPOCHS / f"{epoch}.reaper"
+
+
+def is_followed(run: RunDirectory, epoch: int, limits: DeadlineSection) -> bool:
+    """Waits for another coordinator than that of the number; false where none has come, or the run
+    is over."""
+    clock, newest = SystemClock(), epoch
+    deadline = Deadline.after(clock, limits.coordinator_s, "a coordinator")
+    while not deadline.expired():
+        try:
+            if (newer := newest_epoch(run.path)) > newest:
+                newest = newer
+                # It may still be killed before it looks at burst jobs.
+                booting_s = limits.boot_s + limits.coordinator_s
+                deadline = Deadline.after(clock, booting_s, f"the reaper of coordinator {newest}")
+            if any(stands(run, later).exists() for later in range(epoch + 1, newest + 1)):
+                log.info("the reaper of another coordinator stands")
+                return True
+            if run.last_outcome() is not None:
+                break
+        except (LiverError, OSError) as error:
+            log.warning("%s", error)
+        threading.Event().wait(_LOOK_S)
+    return False
+
+
 def main() -> int:
     name, run, epoch = sys.argv[1], RunDirectory(Path(sys.argv[2])), int(sys.argv[3])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s [reaper] %(message)s")
@@ -51,22 +79,17 @@ def main() -> int:
     # Whoever ends the coordinator politely ends it first, and it dismisses the reaper.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    try:
+        stands(run, epoch).touch(mode=0o600)
+    except OSError as error:
+        log.warning("%s", error)
     sys.stdin.buffer.read()  # until the coordinator, which alone holds the other end, is gone
-    deadline = Deadline.after(SystemClock(), config.deadlines.coordinator_s, "a coordinator")
-    while not deadline.expired():
-        try:
-            if newest_epoch(run.path) > epoch:
-                log.info("another coordinator has taken over")
-                return 0
-            if run.last_outcome() is not None:
-                break
-        except (LiverError, OSError) as error:
-            log.warning("%s", error)
-        threading.Event().wait(_LOOK_S)
+    if is_followed(run, epoch, config.deadlines):
+        return 0
     log.info("the coordinator is gone; cancels all jobs named %s", name)
     slurm = config.cluster.slurm
     try:
-        cancel_all(SlurmCommands(slurm.command_s, slurm.unreachable_s), name, _SETTLE_S)
+        cancel_all(SlurmCommands(slurm.command_s, slurm.unreachable_s), name, SETTLE_S)
     except LiverError as error:
         log.error("%s", error)
         return 1
