@@ -122,6 +122,13 @@ def machine_facts() -> dict[str, str | int | float]:
     return facts
 
 
+def machine_kind() -> str:
+    """What figures of one result may not mix: processor, its cores, accelerators."""
+    kind = f"{_processor()}, {len(os.sched_getaffinity(0))} cores"
+    accelerators = _accelerators()
+    return f"{kind}, {accelerators}" if accelerators else kind
+
+
 def software_digest(trees: Sequence[Path] = _OURS) -> str:
     """Of all Python files in `trees`, our own unless said, and of the versions of what they stand
     on: what was measured with another digest was measured of something else."""

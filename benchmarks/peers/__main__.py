@@ -28,8 +28,9 @@ METHOD = {
     "all": "the same model, samples, global batch and micro-batch; 12 bytes a parameter (fp32, "
     "Adam's two moments); data parallel, one thread a worker, all on this machine; in turns. "
     "lost_s: end of the last step of the old world to the end of the first of the new, less a "
-    "median step of the new; steps done again are lost too. Ratios are of the same round; one in "
-    "which either side loses nothing that can be measured gives none",
+    "median step of the new; steps done again are lost too. slowdown_s: what steps of the old "
+    "world took longer from the notice on. cost_s: both. Ratios are of costs in the same round; one in "
+    "which either side's cannot be told from nothing gives none",
     "peers_loss_difference": "largest relative difference of a step's loss between the peers' "
     "trials, over the steps that both have done: where changes lie among them, the state came "
     "through them whole",
@@ -117,12 +118,14 @@ def _guarded(name: str, attempt: Callable[[], Trial]) -> Trial:
 def result(
     rounds: Mapping[str, Sequence[Trial]], refit: Sequence[Row], repeats: int
 ) -> BenchmarkResult:
-    """Figures of all rounds: ratios are of the same round, and lost seconds plain."""
+    """Figures of all rounds: ratios are of the same round, and seconds plain."""
     spread: dict[str, Spread] = {}
     by_system = {name: [trial.rows for trial in trials] for name, trials in rounds.items()}
     for name, trials in by_system.items():
         for event in _events(trials):
             lost = [row.lost_s for row in _of(trials, event) if math.isfinite(row.lost_s)]
+            cost = [row.cost_s for row in _of(trials, event) if math.isfinite(row.cost_s)]
+            spread[f"{name}_{event}_cost_s"] = Spread.of(cost)
             spread[f"{name}_{event}_lost_s"] = Spread.of(lost)
             ratios = list(_ratios(trials, by_system.get(LIVE, []), event)) if name != LIVE else []
             if ratios:
@@ -161,12 +164,12 @@ def _of(trials: Sequence[Sequence[Row]], event: str) -> Iterator[Row]:
 def _ratios(
     trials: Sequence[Sequence[Row]], live: Sequence[Sequence[Row]], event: str
 ) -> Iterator[float]:
-    """Lost time over ours, round by round; only where both have lost something measurable."""
+    """Cost over ours, round by round; only where both are something that can be measured."""
     for theirs, ours in zip(trials, live, strict=False):
         for row in theirs:
             for own in ours:
-                if row.event == own.event == event and own.lost_s > 0 and row.lost_s > 0:
-                    yield row.lost_s / own.lost_s
+                if row.event == own.event == event and own.cost_s > 0 and row.cost_s > 0:
+                    yield row.cost_s / own.cost_s
 
 
 if __name__ == "__main__":

@@ -54,11 +54,14 @@ class Change:
 
 @dataclass(frozen=True)
 class Cost:
-    """lost_s by DESIGN's definition. steps_again: done by the old world and done once more.
+    """lost_s: from the end of the last step of the old world that was kept to the end of the
+    first of the new, less a median step. slowdown_s: what the old world's steps took longer from
+    the notice on. steps_again: done by the old world and done once more.
     steps_between: done by the old workers' number in the new world already, while newcomers only
     looked on; a median step of the old world each is no loss."""
 
     lost_s: float
+    slowdown_s: float
     notice_to_first_step_s: float
     steps_again: int
     steps_between: int
@@ -117,9 +120,12 @@ def cost_of(steps: Sequence[Step], change: Change) -> Cost:
         for step in old
         if step.world == last_world and step.ended_s <= change.noticed_s
     )
+    beside = [step for step in kept if step.ended_s > change.noticed_s]
+    begun_s = next((s.ended_s for s in reversed(kept) if s not in beside), kept[0].started_s)
     median_s = statistics.median(step.ended_s - step.started_s for step in after[1:])
     return Cost(
         lost_s=first.ended_s - kept[-1].ended_s - median_s - len(between) * old_median_s,
+        slowdown_s=kept[-1].ended_s - begun_s - len(beside) * old_median_s if beside else 0.0,
         notice_to_first_step_s=first.ended_s - change.noticed_s,
         steps_again=sum(step.step >= begun for step in old),
         steps_between=len(between),

@@ -61,10 +61,16 @@ class Row:
     workers: str = ""
     state_bytes: int = 0
     lost_s: float = math.nan
+    slowdown_s: float = math.nan
     notice_to_first_step_s: float = math.nan
     steps_again: int = 0
     swap_s: float = math.nan
     detail: str = ""
+
+    @property
+    def cost_s(self) -> float:
+        """All that the change has taken from training."""
+        return self.lost_s + self.slowdown_s
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,7 @@ def try_peer(name: str, effort: Effort, directory: Path) -> Trial:
                 workers=f"{change.source} -> {change.target}",
                 state_bytes=state_bytes(recipe),
                 lost_s=cost.lost_s,
+                slowdown_s=cost.slowdown_s,
                 notice_to_first_step_s=cost.notice_to_first_step_s,
                 steps_again=cost.steps_again,
                 detail=f"median step {cost.median_step_s:.3g} s"
@@ -153,9 +160,9 @@ def try_live(effort: Effort, directory: Path) -> Trial:
             workers=workers,
             state_bytes=state_bytes(recipe),
             lost_s=one.lost_s,
+            slowdown_s=one.slowdown_s,
             notice_to_first_step_s=one.reconfiguration_s,
-            detail=f"median step {medians[one.generation]:.3g} s, "
-            f"slowdown {one.slowdown_s:.2g} s beside training",
+            detail=f"median step {medians[one.generation]:.3g} s",
         )
         for event, workers, one in zip((JOIN, LEAVE), ("1 -> 2", "2 -> 1"), done, strict=True)
     ]

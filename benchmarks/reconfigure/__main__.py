@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.harness import BenchmarkResult, parser, reported
+from benchmarks.harness import BenchmarkResult, machine_kind, parser, reported
 from benchmarks.reconfigure.array import measure_on_slurm
 from benchmarks.reconfigure.cells import Rows, measure, time_left_s
 from benchmarks.reconfigure.figures import result
@@ -64,11 +64,13 @@ class Bar:
 
 
 def run(sweep: Sweep, cluster: str, console: Console) -> list[Cell]:
-    """Measures every cell that is not yet; returns all cells. Raises LiverError."""
+    """Measures every cell that is not yet; returns all cells. Raises LiverError, also where they
+    are of several kinds of machines."""
     rows, wanted = Rows(sweep), list(cells(sweep))
     missing = [cell for cell in wanted if rows.of(cell) is None]
     if len(missing) < len(wanted):
         console.print(f"{len(wanted) - len(missing)} of {len(wanted)} were measured before")
+    rows.check_machine(wanted, *([machine_kind()] if missing and cluster == "local" else []))
     parallel = sweep.slurm.parallel if cluster == "slurm" else 1
     with Bar(rows, wanted, parallel, console) as bar:
         bar.show("")
@@ -105,7 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def measured() -> BenchmarkResult:
         sweep = load_sweep(given.config, given.quick, given.cores)
         wanted = run(sweep, given.cluster, console)
-        return result(sweep, Rows(sweep).all_of(wanted))
+        rows = Rows(sweep)
+        machine = rows.check_machine(wanted)
+        return result(sweep, rows.all_of(wanted), machine, rows.failures(wanted))
 
     return reported(measured, given.json)
 

@@ -7,14 +7,16 @@ import json
 import math
 import os
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import machine_kind
 from benchmarks.reconfigure import live, restarts
 from benchmarks.reconfigure.links import bounded
 from benchmarks.reconfigure.sweep import LIVE, Cell, Sweep
-from liver_hpc.errors import ConfigError
+from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.host.files import write_whole
 from liver_hpc.host.process import CORES
 
@@ -22,7 +24,8 @@ Row = dict[str, Any]
 
 
 class Rows:
-    """The measured cells of a sweep in one directory, a file a cell, whole or not there."""
+    """The measured cells of a sweep in one directory, a file a cell, whole or not there; beside
+    them, what failed."""
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
@@ -45,6 +48,38 @@ class Rows:
         """The rows of those that are measured, in the order of the cells."""
         return [row for cell in cells for row in self.of(cell) or []]
 
+    def check_machine(self, cells: Iterable[Cell], *here: str) -> str:
+        """What the cells that are measured were measured on, and the machine `here`; nothing for
+        none. Raises LiverError where that is more than one kind of machine."""
+        kinds: dict[str, list[Path]] = defaultdict(list, {kind: [] for kind in here})
+        for cell in cells:
+            if (found := self._read(cell)) is not None:
+                kinds[found["machine"]].append(self.path(cell))
+        if len(kinds) > 1:
+            mixed = "; ".join(
+                f"{kind}: {', '.join(path.name for path in paths) or 'here'}"
+                for kind, paths in kinds.items()
+            )
+            raise LiverError(
+                f"{self.directory}: wanted cells of one kind of machine, got {mixed}; what files "
+                "are removed is measured again"
+            )
+        return next(iter(kinds), "")
+
+    def failed(self, cell: Cell, why: str) -> None:
+        """An attempt to measure the cell."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with self._failures(cell).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(why) + "\n")
+
+    def failures(self, cells: Iterable[Cell]) -> int:
+        """How many attempts to measure them have failed, also where a later one has not."""
+        paths = [path for cell in cells if (path := self._failures(cell)).exists()]
+        return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+
+    def _failures(self, cell: Cell) -> Path:
+        return self.directory / f"{cell.name}.failures"
+
     def _read(self, cell: Cell) -> dict[str, Any] | None:
         try:
             found: dict[str, Any] = json.loads(self.path(cell).read_text(encoding="utf-8"))
@@ -55,14 +90,21 @@ class Rows:
     def keep(self, cell: Cell, rows: Sequence[Row], took_s: float) -> None:
         """From here on the cell is measured."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        write_whole(self.path(cell), json.dumps({"took_s": took_s, "rows": rows}, indent=1))
+        found = {"took_s": took_s, "machine": machine_kind(), "rows": rows}
+        write_whole(self.path(cell), json.dumps(found, indent=1))
 
 
 def measure(sweep: Sweep, cell: Cell) -> None:
     """Measures one cell and keeps its rows. Raises LiverError when that fails."""
     begun_s = time.monotonic()
-    with _cores(sweep), bounded(sweep, cell):
-        rows = (live if cell.method == LIVE else restarts).measure(sweep, cell)
+    try:
+        with _cores(sweep), bounded(sweep, cell):
+            rows = (live if cell.method == LIVE else restarts).measure(sweep, cell)
+    except ConfigError:
+        raise  # nothing was tried
+    except Exception as error:
+        Rows(sweep).failed(cell, f"{type(error).__name__}: {error}")
+        raise
     kept = [{**row, "variant": cell.variant} for row in rows]
     Rows(sweep).keep(cell, kept, time.monotonic() - begun_s)
 

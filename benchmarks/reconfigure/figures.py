@@ -83,25 +83,16 @@ def measured(rows: Sequence[Row]) -> list[Measured]:
 def figures(found: Sequence[Measured]) -> dict[str, float]:
     """What is claimed, of the first variant; a figure whose rows are missing is left out.
 
-    speedup: lost time of the restart over that of the handoff, by size and transition, of medians.
-    existing_speedup: the same against a restart whose checkpoint exists already; warm_speedup:
-    against one whose processes had imported everything. cost_over_restart: lost time and slowdown
-    of the handoff over the restart's lost time. reconfiguration_over_restart: notice to first step,
-    of the one over the other. lost_steps_max_SIZE: the largest median of a transition;
+    cost_over_restart: lost time and slowdown of the handoff over the restart's lost time, by size
+    and transition, of medians. reconfiguration_over_restart: notice to first step, of the one over
+    the other. speedup: lost time of the restart over that of the handoff; existing_speedup: the
+    same against a restart whose checkpoint exists already; warm_speedup: against one whose
+    processes had imported everything. lost_steps_max_SIZE: the largest median of a transition;
     lost_steps_worst_SIZE: of any repeat.
     """
     first = [m for m in found if m.variant == found[0].variant]
     live = [m for m in first if m.method == LIVE]
     claimed: dict[str, float] = {}
-    for name, method in (
-        ("speedup", Method.MEGATRON.value),
-        ("existing_speedup", Method.MEGATRON.value + EXISTS),
-        ("warm_speedup", Method.MEGATRON_WARM.value),
-    ):
-        if pairs := _pairs(live, [m for m in first if m.method == method]):
-            ratios = [restart.lost_s.median / m.least_lost_s for m, restart in pairs]
-            claimed[f"{name}_min"] = min(ratios)
-            claimed[f"{name}_median"] = statistics.median(ratios)
     pairs = _pairs(live, [m for m in first if m.method == Method.MEGATRON])
     shares: dict[str, Callable[[Measured, Measured], float]] = {
         "cost_over_restart": lambda m, restart: m.cost_s.median / restart.lost_s.median,
@@ -113,11 +104,33 @@ def figures(found: Sequence[Measured]) -> dict[str, float]:
         if pairs:
             claimed[f"{name}_median"] = statistics.median(share(*pair) for pair in pairs)
             claimed[f"{name}_max"] = max(share(*pair) for pair in pairs)
+    for name, method in (
+        ("speedup", Method.MEGATRON.value),
+        ("existing_speedup", Method.MEGATRON.value + EXISTS),
+        ("warm_speedup", Method.MEGATRON_WARM.value),
+    ):
+        if pairs := _pairs(live, [m for m in first if m.method == method]):
+            ratios = [restart.lost_s.median / m.least_lost_s for m, restart in pairs]
+            claimed[f"{name}_min"] = min(ratios)
+            claimed[f"{name}_median"] = statistics.median(ratios)
     for size in dict.fromkeys(m.size for m in live):
         steps = [m.lost_steps for m in live if m.size == size]
         claimed[f"lost_steps_max_{size}"] = max(spread.median for spread in steps)
         claimed[f"lost_steps_worst_{size}"] = max(spread.high for spread in steps)
     return claimed
+
+
+def spreads(rows: Sequence[Row]) -> dict[str, Spread]:
+    """Of the figures: the same of each round alone."""
+    rounds: dict[int, list[Row]] = {}
+    for row in rows:
+        rounds.setdefault(row["round"], []).append(row)
+    found: dict[str, list[float]] = {}
+    for of_round in rounds.values():
+        alone = measured(of_round)
+        for name, value in {**figures(alone), **of_variants(alone)}.items():
+            found.setdefault(name, []).append(value)
+    return {name: Spread.of(values) for name, values in found.items()}
 
 
 def of_variants(found: Sequence[Measured]) -> dict[str, float]:
@@ -165,12 +178,17 @@ def _pairs(some: Sequence[Measured], others: Sequence[Measured]) -> list[tuple[M
     return [(m, by_key[m.size, m.transition]) for m in some if (m.size, m.transition) in by_key]
 
 
-def result(sweep: Sweep, rows: Sequence[Row]) -> BenchmarkResult:
-    """The sweep's result from all rows that there are."""
+def result(
+    sweep: Sweep, rows: Sequence[Row], machine: str = "", failures: int = 0
+) -> BenchmarkResult:
+    """The sweep's result from all rows that there are, measured on a kind of machine, after so many
+    attempts that failed."""
+    variants = [variant.name for variant in sweep.variants] or [""]
+    # The first is what is claimed of.
+    rows = sorted(rows, key=lambda row: variants.index(row["variant"]))
     found = measured(rows)
     sizes = list(sweep.models)
     transitions = [transition.name for transition in sweep.transitions]
-    variants = [variant.name for variant in sweep.variants] or [""]
 
     def place(one: Measured) -> tuple[int, int, int, bool]:
         """As the sweep's file has them, live first."""
@@ -181,7 +199,6 @@ def result(sweep: Sweep, rows: Sequence[Row]) -> BenchmarkResult:
             one.method != LIVE,
         )
 
-    found.sort(key=lambda m: variants.index(m.variant))  # the first is what is claimed of
     live = {(m.variant, m.size, m.transition): m.least_lost_s for m in found if m.method == LIVE}
     lines = [
         {
@@ -203,12 +220,20 @@ def result(sweep: Sweep, rows: Sequence[Row]) -> BenchmarkResult:
     ]
     return BenchmarkResult(
         name=sweep.name,
-        figures={**figures(found), **of_variants(found), **fitted(found)},
+        figures={
+            **figures(found),
+            **of_variants(found),
+            **fitted(found),
+            "failed_attempts": float(failures),
+        },
         rows=lines,
-        samples=list(rows),
-        method=_method(sweep),
+        samples=rows,
+        method={**_method(sweep), **({"machine": machine} if machine else {})},
         spread={
-            f"{name} {m.name}": getattr(m, name) for m in found for name in ("lost_s", "cost_s")
+            **spreads(rows),
+            **{
+                f"{name} {m.name}": getattr(m, name) for m in found for name in ("lost_s", "cost_s")
+            },
         },
         repeats=min((m.lost_s.count for m in found), default=0),
     )
@@ -230,6 +255,8 @@ def _method(sweep: Sweep) -> dict[str, str]:
         "detection": "every change is announced: from the request to the coordinator's notice of "
         "it, to be added where notice to first step is wanted with detection; a worker lost "
         "without a word costs both ways the same time until it is missed",
+        "spread": "of a ratio: the same ratio in each round alone",
+        "failed attempts": "cells that could not be measured, and were tried again in another call",
         "floor": f"a handoff's lost time counts as at least {LEAST_STEPS:g} step in ratios",
         "order": "all sizes, variants and methods once, then once more the other way round",
     }

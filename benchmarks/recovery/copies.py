@@ -38,7 +38,7 @@ class Block:
 
 
 def measure(directory: Path, pairs: int, least_steps: int) -> Mapping[str, Sequence[Block]]:
-    """A block has whole intervals between snapshots, and `least_steps` at least."""
+    """A block has `least_steps` at least; with snapshots, as many whole intervals between them."""
     copied = LiverRun(_config(directory, {"every_steps": "auto"}))
     try:
         copied.await_steps(WARM_STEPS)
@@ -49,9 +49,10 @@ def measure(directory: Path, pairs: int, least_steps: int) -> Mapping[str, Seque
         try:
             plain.await_steps(WARM_STEPS)
             plain.pause()
-            every = told_intervals(copied.run.path)[-1]
-            steps = every * math.ceil(least_steps / every)
-            sides = {WITHOUT: partial(_block, plain, steps), WITH: partial(_block, copied, steps)}
+            sides = {
+                WITHOUT: partial(_block, plain, least_steps),
+                WITH: partial(_block_of_intervals, copied, least_steps),
+            }
             return interleaved(sides, pairs)
         finally:
             plain.close()
@@ -76,6 +77,18 @@ def _config(directory: Path, snapshots: Mapping[str, Any]) -> RunConfig:
             "deadlines": {"heartbeat_s": 900.0, "control_s": 900.0, "collective_s": 900.0},
         }
     )
+
+
+def _block_of_intervals(side: LiverRun, least_steps: int) -> Block:
+    """Anew where the interval was changed meanwhile: there may be a snapshot less in it, or more.
+    Raises DeadlineError where it changes again and again."""
+    deadline = Deadline.after(SystemClock(), READY_S, "an interval between snapshots that stays")
+    while True:
+        every = told_intervals(side.run.path)[-1]
+        block = _block(side, every * math.ceil(least_steps / every))
+        if block.every_steps == every:
+            return block
+        deadline.check()
 
 
 def _block(side: LiverRun, steps: int) -> Block:

@@ -93,7 +93,8 @@ FIGURES: dict[str, dict[str, str]] = {
         "one checkpoint (fp32)",
     },
     "stream": {
-        "link_share": "TRANSFER's speed over that of the raw link between the same processes",
+        "link_share": "TRANSFER's speed, without digests, over that of the raw link between the "
+        "same processes",
         "link_share_digested": "the same with digests of all that moves, at both ends",
         "memory_over_budget": "peak extra memory over the staging budget",
         "bytes_over_bound": "bytes sent over the least that the placement allows",

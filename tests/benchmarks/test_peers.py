@@ -32,7 +32,15 @@ def test_lost_time_is_from_step_end_to_step_end_less_a_median_step() -> None:
     cost = cost_of([*old, *new], JOINED)
     assert cost.lost_s == pytest.approx(110.0 - 105.0 - 0.5)
     assert cost.notice_to_first_step_s == pytest.approx(6.5)
-    assert (cost.steps_again, cost.steps_between) == (0, 0)
+    assert (cost.steps_again, cost.steps_between, cost.slowdown_s) == (0, 0, 0.0)
+
+
+def test_steps_that_take_longer_beside_a_joiners_boot_are_a_cost() -> None:
+    old = steps_of(1, 1, 100.0, range(3), 1.0)
+    slow = steps_of(1, 1, 103.0, range(3, 5), 1.75)  # until 106.5, the notice is at 103.5
+    new = steps_of(2, 2, 106.5, range(5, 9), 0.5)
+    cost = cost_of([*old, *slow, *new], JOINED)
+    assert (cost.lost_s, cost.slowdown_s) == (0.0, pytest.approx(1.5))
 
 
 def test_steps_that_are_done_again_are_lost() -> None:
@@ -67,7 +75,7 @@ def test_a_step_ends_when_its_last_worker_ends_it() -> None:
 
 def test_ratios_are_of_the_same_round_and_failures_are_rows() -> None:
     def trial(system: str, lost_s: float) -> Trial:
-        return Trial([Row(system, LEAVE, lost_s=lost_s)])
+        return Trial([Row(system, LEAVE, lost_s=lost_s, slowdown_s=lost_s)])
 
     failed = Trial([Row("torchft", "none", detail="did not work: waited 9 s for a step")])
     found = result(
@@ -80,6 +88,7 @@ def test_ratios_are_of_the_same_round_and_failures_are_rows() -> None:
     )
     assert found.figures["torchft_leave_over_live"] == pytest.approx(20.0)
     assert found.figures["torchft_leave_lost_s"] == 2.0
+    assert found.figures["torchft_leave_cost_s"] == 4.0
     assert found.figures["refit_a_to_b_over_transfer"] == 1.5
     assert found.repeats == 2
     assert len(found.rows) == 8

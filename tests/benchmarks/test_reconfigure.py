@@ -200,6 +200,48 @@ def test_measured_cells_are_skipped_and_a_failure_keeps_the_others(
     assert [len(Rows(sweep).of(cell) or []) for cell in wanted] == [1] * 20
 
 
+def test_a_sweep_does_not_go_on_on_another_kind_of_machine(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(sweep: Sweep, cell: Cell) -> None:
+        Rows(sweep).keep(cell, [row(size=cell.size, method=cell.method)], 1.0)
+
+    wanted = list(cells(sweep))
+    monkeypatch.setattr(command, "measure", measure)
+    measure(sweep, wanted[0])
+    for module in ("cells", "__main__"):
+        monkeypatch.setattr(f"benchmarks.reconfigure.{module}.machine_kind", lambda: "another kind")
+    with pytest.raises(LiverError, match=r"got another kind: here; .* cores: 25m-live-0\.json; "):
+        command.run(sweep, "local", Console(quiet=True))
+    monkeypatch.setattr(command, "measure_on_slurm", lambda *_: measure(sweep, wanted[1]))
+    monkeypatch.setattr(command, "load_sweep", lambda *_: sweep)
+    monkeypatch.setattr(command, "cells", lambda sweep: wanted[:2])
+    assert command.main(["--cluster", "slurm"]) == 1, "the nodes are of two kinds"
+    Rows(sweep).path(wanted[0]).unlink()
+    assert command.run(sweep, "local", Console(quiet=True)) == wanted[:2]
+    assert Rows(sweep).check_machine(wanted) == "another kind"
+
+
+def test_attempts_that_fail_are_counted_also_where_the_next_one_does_not(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = Cell(size="25m", method="live", round=0)
+
+    def fails(sweep: Sweep, cell: Cell) -> list[dict[str, Any]]:
+        raise LiverError("a digest\nis wrong")
+
+    monkeypatch.setattr("benchmarks.reconfigure.live.measure", fails)
+    with pytest.raises(LiverError, match="a digest"):
+        measure_cell(sweep, cell)
+    monkeypatch.setattr("benchmarks.reconfigure.live.measure", lambda *_: [row()])
+    measure_cell(sweep, cell)
+    rows = Rows(sweep)
+    assert rows.failures(cells(sweep)) == 1
+    found = result(sweep, rows.all_of([cell]), "some machine", rows.failures([cell]))
+    assert found.figures["failed_attempts"] == 1
+    assert found.method["machine"] == "some machine"
+
+
 def test_rows_of_another_sweep_are_not_taken(sweep: Sweep) -> None:
     cell = next(cells(sweep))
     Rows(sweep).keep(cell, [row()], 1.0)
@@ -261,6 +303,20 @@ def test_figures_are_ratios_of_medians_and_the_least_of_them() -> None:
     assert found["cost_over_restart_max"] == pytest.approx(1.2 / 11.0)
     assert found["reconfiguration_over_restart_median"] == pytest.approx(0.5)
     assert found["reconfiguration_over_restart_max"] == pytest.approx(0.75)
+
+
+def test_the_spread_of_a_ratio_is_that_of_rounds_and_bills_come_first(sweep: Sweep) -> None:
+    rows = [
+        row(method=method, round=i, lost_s=lost_s, slowdown_s=0.0)
+        for i, (live_s, restart_s) in enumerate([(0.1, 10.0), (0.2, 10.0), (0.1, 20.0)])
+        for method, lost_s in (("live", live_s), (RESTART, restart_s))
+    ]
+    found = result(sweep, rows)
+    assert found.figures["speedup_min"] == pytest.approx(100.0)
+    spread = found.spread["speedup_min"]
+    assert (spread.count, spread.low, spread.high) == (3, 50.0, 200.0)
+    assert found.spread["cost_over_restart_max"].high == pytest.approx(0.02)
+    assert next(iter(found.figures)) == "cost_over_restart_median"
 
 
 def test_a_lost_time_that_is_noise_is_no_infinite_speedup() -> None:

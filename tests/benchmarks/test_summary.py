@@ -31,6 +31,7 @@ def sweep_json(configs: Path, tmp_path: Path) -> Path:
             "detection_s": 0.0,
             "bytes": 1000,
             "variant": "",
+            "round": number,
         }
         for method, lost_s in (
             ("live", 0.02),
