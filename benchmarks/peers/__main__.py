@@ -29,8 +29,8 @@ METHOD = {
     "Adam's two moments); data parallel, one thread a worker, all on this machine; in turns. "
     "lost_s: end of the last step of the old world to the end of the first of the new, less a "
     "median step of the new; steps done again are lost too. slowdown_s: what steps of the old "
-    "world took longer from the notice on. cost_s: both. Ratios are of costs in the same round; one in "
-    "which either side's cannot be told from nothing gives none",
+    "world took longer from the notice on. cost_s: both. Ratios are of costs in the same round; "
+    "one in which either side's cannot be told from nothing gives none",
     "peers_loss_difference": "largest relative difference of a step's loss between the peers' "
     "trials, over the steps that both have done: where changes lie among them, the state came "
     "through them whole",
