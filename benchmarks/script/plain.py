@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.script.bootstrap import SCALARS
@@ -58,13 +58,15 @@ class PlainJob:
 class PlainRun:
     """What the script said, by the number of steps done, as float32 holds it.
 
-    validation_losses: the first after each step. cpu_s: of the last rank, from its start.
+    validation_losses: the first after each step. cpu_s: of the last rank, from its start. scalars:
+    all that TensorBoard was told, by its name.
     """
 
     losses: Mapping[int, float]
     grad_norms: Mapping[int, float]
     validation_losses: Mapping[int, float]
     cpu_s: Mapping[int, float]
+    scalars: Mapping[str, Mapping[int, float]] = field(default_factory=dict, compare=False)
 
 
 def start_plain(job: PlainJob, directory: Path) -> Child:
@@ -110,7 +112,7 @@ def read_scalars(lines: Iterable[str]) -> PlainRun:
         kinds.setdefault(entry["name"], {}).setdefault(entry["step"], entry["value"])
         if entry["name"] == "lm loss":
             cpu_s[entry["step"]] = entry["cpu_s"]
-    return PlainRun(kinds["lm loss"], kinds["grad-norm"], kinds["lm loss validation"], cpu_s)
+    return PlainRun(kinds["lm loss"], kinds["grad-norm"], kinds["lm loss validation"], cpu_s, kinds)
 
 
 def _tail(log: Path) -> str:

@@ -1,5 +1,5 @@
 """Mixtures of experts in a process that trains one world and rehearses another, and in batches that
-ranks cannot share evenly: what a micro-batch counts is asked of the thread that computes it."""
+ranks cannot share evenly: which tokens count is asked of the thread that computes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
-from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
 from liver_hpc.transport.streams import lane_streams
 from liver_hpc.world import thread
@@ -22,31 +21,9 @@ _COUNTS = "local_tokens_per_expert"
 
 @cache
 def redirect() -> None:
-    """Redirects the globals; once a process, before the first model. No communication."""
+    """Mends a global; once a process, before the first model. No communication."""
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # the router asks for it also without Transformer Engine
-    for scaler in (moe_utils.MoEAuxLossAutoScaler, MTPLossAutoScaler):
-        _scale_by_micro_batch(scaler)
-
-
-def _scale_by_micro_batch(scaler: Any) -> None:
-    """Makes an auxiliary loss's gradient scaled by what its micro-batch says: of experts, and of
-    the tokens that are predicted beside the next one.
-
-    Megatron has one scale a process: a rehearsal beside training would set training's, and it
-    knows nothing of micro-batches that weigh more than others.
-    """
-
-    def forward(ctx: Any, output: torch.Tensor, aux_loss: torch.Tensor) -> torch.Tensor:
-        micro_batch = thread.here.micro_batch
-        ctx.like = aux_loss.detach()
-        ctx.scale = 1.0 if micro_batch is None else micro_batch.aux_scale
-        return output
-
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return gradient, torch.full_like(ctx.like, ctx.scale)
-
-    scaler.forward, scaler.backward = staticmethod(forward), staticmethod(backward)
 
 
 def prepare(module: torch.nn.Module) -> None:

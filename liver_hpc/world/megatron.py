@@ -11,7 +11,7 @@ import dataclasses
 import importlib
 import inspect
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -23,6 +23,7 @@ from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import GlobalMemoryBuffer
 
 from liver_hpc.errors import ConfigError
@@ -234,6 +235,38 @@ def weighs_auxiliary_losses_by_sequences() -> bool:
     """Whether the router takes `calculate_per_token_loss` to be of whole sequences: before 0.19 it
     counts the tokens of its rank's share of them alone."""
     return (package_info.MAJOR, package_info.MINOR) >= (0, 19)
+
+
+def tell_auxiliary_losses(
+    tell: Callable[[str, torch.Tensor, dist.ProcessGroup | None], None],
+) -> None:
+    """Has auxiliary losses told by name as they are computed, in the place of a record that is one
+    for the process: of a layer and micro-batch, to be summed over a group where one is told."""
+
+    def of_experts(
+        name: str,
+        loss: torch.Tensor,
+        layer_number: int | None,
+        num_layers: int,
+        reduce_group: dist.ProcessGroup | None = None,
+        **_: Any,
+    ) -> None:
+        tell(name, loss, reduce_group)
+
+    def of_prediction(loss: torch.Tensor, number: int, *_: Any, **_more: Any) -> None:
+        tell(f"mtp_{number + 1}_loss", loss, None)
+
+    router: Any = importlib.import_module("megatron.core.transformer.moe.router")
+    if hasattr(router, "save_to_aux_losses_tracker"):
+        router.save_to_aux_losses_tracker = of_experts
+        MTPLossLoggingHelper.save_loss_to_tracker = staticmethod(of_prediction)
+        return
+    logging: Any = importlib.import_module("megatron.core.transformer.moe.moe_logging")
+    logging.MoEMetricsTracker.record = lambda _tracker, *told, **more: of_experts(*told, **more)
+    # It tells how many of the predictions were right, too.
+    MTPLossLoggingHelper.save_metrics_to_tracker = staticmethod(
+        lambda loss, _correct, _total, number, *_, **_more: of_prediction(loss, number)
+    )
 
 
 def in_low_precision(module: Any) -> Any:

@@ -24,7 +24,7 @@ class Flags(NamedTuple):
 class StepResult:
     """What all workers of a world know after a step. ready, stop, snapshot, snapshot_failed,
     checkpoint: how many raised that flag. snapshot_steps: summed. metrics: what the recipe told
-    beside the loss."""
+    beside the loss, and auxiliary losses."""
 
     loss: float
     grad_norm: float
@@ -43,7 +43,8 @@ class Gradients:
     """What a pass over micro-batches gave on this worker: the sum of their losses, each times what
     it weighs, and the sum of what they weigh: 1, or its tokens where the recipe tells them. Both
     are 0 except on the last stage's first tensor-parallel rank; what they weigh is on the first
-    context-parallel rank alone. metrics: the same two sums of whatever else the recipe told."""
+    context-parallel rank alone. metrics: the same two sums of whatever else the recipe told, and,
+    of any worker, of auxiliary losses."""
 
     loss_sum: float
     weight: float

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ class MicroBatch:
 
     first_sample: its number in the run. weight: of its loss, as Megatron's mean over micro-batches
     is not the wanted one where some ranks have more of them than others. padding: it is computed
-    for others' sake, and counts nowhere. aux_scale: of the auxiliary losses' gradients.
+    for others' sake, and counts nowhere. aux_scale: of the auxiliary losses' gradients. told: what
+    these losses were here, by name, and which part of a loss that is.
     """
 
     samples: Any
@@ -27,6 +28,7 @@ class MicroBatch:
     weight: float
     padding: bool
     aux_scale: float
+    told: list[tuple[str, torch.Tensor, float]] = field(default_factory=list, compare=False)
 
 
 class Thread(threading.local):

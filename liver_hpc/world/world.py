@@ -27,6 +27,7 @@ from liver_hpc.protocol.messages import ScalarState
 from liver_hpc.recipes.base import BuildContext, Recipe
 from liver_hpc.transport import gloo_waits
 from liver_hpc.world import (
+    auxiliary,
     buffers,
     dropout,
     experts,
@@ -120,6 +121,7 @@ class World:
 
     def _build(self) -> None:
         experts.redirect()
+        auxiliary.redirect()
         recipe, layout, at = self.recipe, self.rank_map.layout, self.at
         self.groups = megatron.group_collection(self.rank_map, at, self.book)
         with thread.rehearsal(), thread.groups_in_use(self.groups):
@@ -323,8 +325,9 @@ class World:
                 )
         finally:
             thread.here.micro_batch = None
+        beside = auxiliary.told(micro_batches)
         if self.at.pp != layout.pp - 1 or self.at.tp != 0:
-            return Gradients(0.0, 0.0)
+            return Gradients(0.0, 0.0, beside)
         weights = [float(reported.get("tokens", 1)) for reported in losses]
         if self._per_token and not all(weight.is_integer() for weight in weights):
             raise PlanError(f"calculate_per_token_loss: no numbers of tokens: {weights}")
@@ -332,7 +335,7 @@ class World:
         # With context parallelism each rank has its share of every loss.
         counted = layout.cp_rank(self.at) == 0
         told = metrics.summed(losses, weights, counted)
-        return Gradients(loss_sum, sum(weights) if counted else 0.0, told)
+        return Gradients(loss_sum, sum(weights) if counted else 0.0, {**beside, **told})
 
     def _forward(
         self,

@@ -141,6 +141,11 @@ def test_the_plain_script_goes_on_elastically_and_plainly_again(
     whole = plain(megatron_lm, tmp_path / "whole", f"{words} {ending}")
     assert same({row.step + 1: row.loss for row in elastic.steps}, whole.losses)
     assert same({row.step + 1: row.grad_norm for row in elastic.steps}, whole.grad_norms)
+    beside = {"load_balancing_loss": "--num-experts", "mtp_1 loss": "--mtp-num-layers"}
+    for name in [name for name, option in beside.items() if option in words]:
+        told = {m.step + 1: m.value for m in elastic.metrics if m.name == name.replace(" ", "_")}
+        assert [*told] == [row.step + 1 for row in elastic.steps]
+        assert same(told, whole.scalars[name])
     assert same(end.losses, whole.losses)
     assert same(end.grad_norms, whole.grad_norms)
     evaluated = {row.step: row.loss for row in elastic.evaluations}

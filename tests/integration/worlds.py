@@ -112,12 +112,15 @@ def move(
     transport.close()
 
 
-def train(world: Any, steps: Iterable[int]) -> list[tuple[float, float]]:
-    """Loss and gradient norm of steps."""
+def train(world: Any, steps: Iterable[int]) -> list[tuple[float, ...]]:
+    """Loss, gradient norm, and metrics by their names, of steps."""
     from liver_hpc.world.steps import Flags
 
     results = [world.agree(*world.train_step(step), Flags()) for step in steps]
-    return [(result.loss, result.grad_norm) for result in results]
+    return [
+        (result.loss, result.grad_norm, *(result.metrics[name] for name in sorted(result.metrics)))
+        for result in results
+    ]
 
 
 def train_cases(process: WorkerProcess, cases: Sequence[Case]) -> list[Any]:
@@ -131,8 +134,8 @@ def train_cases(process: WorkerProcess, cases: Sequence[Case]) -> list[Any]:
     return found
 
 
-def apart(one: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]]) -> float:
-    """The largest relative difference of two courses of loss and gradient norm."""
+def apart(one: Sequence[tuple[float, ...]], other: Sequence[tuple[float, ...]]) -> float:
+    """The largest relative difference of two courses of loss, gradient norm and metrics."""
     assert len(one) == len(other) > 0
     both = [pair for a, b in zip(one, other, strict=True) for pair in zip(a, b, strict=True)]
     return max(abs(mine - theirs) / abs(theirs) for mine, theirs in both)
