@@ -32,8 +32,20 @@ class BufferPlace:
         return self.tensor, self.tensor.clone()
 
     def put(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """Puts a buffer back, with these values."""
-        self.module._buffers[self.name] = tensor.copy_(values)
+        """Puts a buffer back, with these values.
+
+        One that is no state, and for which there is another size or dtype now, is left: the module
+        has noted what it has made it for, as YaRN does of its tables of cosines, and does not make
+        it again.
+        """
+        found = self.module._buffers.get(self.name)
+        is_state = self.name not in self.module._non_persistent_buffers_set
+        if is_state or found is None or _kind(found) == _kind(tensor):
+            self.module._buffers[self.name] = tensor.copy_(values)
+
+
+def _kind(buffer: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    return buffer.shape, buffer.dtype
 
 
 def all_buffers(modules: Iterable[Any]) -> list[BufferPlace]:
