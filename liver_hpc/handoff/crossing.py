@@ -156,7 +156,7 @@ class Crossing:
             if target.world is not None:
                 scalars = scalars or self._boundary(self._limits.word_s)
                 started_s = self._clock.now_s()
-                gradients.append(target.world.forward_backward(scalars.step))
+                gradients.append(target.world.forward_backward(scalars.step, gathered=True))
                 computed_s = self._clock.now_s()
         finally:
             optimizer = None if moving is None else moving.outcome(deadline)
@@ -195,7 +195,7 @@ class Crossing:
         started_s = self._clock.now_s()
         if target.world is not None:
             hollow.allocate(target.world, [GRADIENT])
-            gradients.append(target.world.forward_backward(scalars.step))
+            gradients.append(target.world.forward_backward(scalars.step, gathered=True))
             self._computed(target.world, scalars)
         return _told(parts, started_s, {"forward_backward": self._clock.now_s() - started_s})
 

@@ -19,17 +19,13 @@ def undisturbed(chunks: Sequence[Any]) -> Iterator[None]:
     Parameters must be up to date: none are gathered meanwhile. Not collective.
     """
     modes = [(part, part.training) for chunk in chunks for part in chunk.modules()]
-    gathers = [(chunk.config, chunk.config.param_sync_func) for chunk in chunks]
     kept = [(place, *place.copy()) for place in buffers.all_buffers(chunks)]
     try:
-        with megatron.kept_streams(), torch.no_grad():
+        with megatron.without_gathers(chunks), megatron.kept_streams(), torch.no_grad():
             for chunk in chunks:
                 chunk.eval()
-                chunk.config.param_sync_func = None
             yield
     finally:
-        for config, gather in gathers:
-            config.param_sync_func = gather
         for part, mode in modes:
             part.training = mode
         for place, tensor, values in kept:

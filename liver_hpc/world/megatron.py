@@ -344,6 +344,22 @@ def blocks_of_layers(module: Any) -> list[Any]:
     return [part for part in module.modules() if hasattr(part, "num_layers_per_pipeline_rank")]
 
 
+@contextlib.contextmanager
+def without_gathers(chunks: Sequence[Any]) -> Iterator[None]:
+    """While it lasts, a forward takes the parameters for gathered: those of all replicas are the
+    same."""
+    gathers = [(chunk.config, chunk.config.param_sync_func) for chunk in chunks]
+    for chunk in chunks:
+        chunk.config.param_sync_func = None
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            group.param_gather_dispatched = True
+    try:
+        yield
+    finally:
+        for config, gather in gathers:
+            config.param_sync_func = gather
+
+
 def begin_again(chunks: list[Any]) -> None:
     """Forgets, after a rehearsal, which gradients a micro-batch gives: the next step counts as the
     first one, whose reductions Megatron launches in the order of buckets.

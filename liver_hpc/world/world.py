@@ -275,17 +275,22 @@ class World:
     # ---- training
 
     @_in_its_groups
-    def forward_backward(self, step: int, most: int | None = None) -> Gradients:
+    def forward_backward(
+        self, step: int, most: int | None = None, *, gathered: bool = False
+    ) -> Gradients:
         """Gradients of global batch `step`, summed over micro-batches. Collective.
 
-        most: how many micro-batches are computed at most; None: all.
+        most: how many micro-batches are computed at most; None: all. gathered: all parameters are
+        up to date, which may lie in another world's memory, and nothing is written to them.
         """
         if not self.gradients_are_clear:
             self._clear_gradients()
         self.gradients_are_clear = False
         self.optimizer.zero_grad()
         if most is None:
-            return self._compute(self.batches.begin(step))
+            as_they_are = megatron.without_gathers(self.chunks) if gathered else nullcontext()
+            with as_they_are:
+                return self._compute(self.batches.begin(step))
         return self._compute(self.batches.of_step(step)[:most])
 
     @_in_its_groups

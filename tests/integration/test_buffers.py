@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,8 +49,9 @@ def test_yarns_tables_are_those_that_it_believes_to_have(
 
     tables = yarn()
     chunk = torch.nn.ModuleList([tables])
-    config: Any = type("Config", (), {"param_sync_func": None})()
-    chunk.config = config
+    wrapped: Any = chunk
+    wrapped.config = SimpleNamespace(param_sync_func=None)
+    wrapped.bucket_groups = wrapped.expert_parallel_bucket_groups = ()
     with undisturbed([chunk]):
         tables.get_cached_cos_sin(length, dtype=dtype)
     wanted = yarn().get_cached_cos_sin(length, dtype=dtype)

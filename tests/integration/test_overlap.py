@@ -46,6 +46,31 @@ def test_who_has_rehearsed_reduces_gradients_in_the_order_of_who_has_not(tmp_pat
     assert apart(mixed[0][0], plain[0][0]) < 1e-6
 
 
+def altered_by_a_first_pass(process: WorkerProcess) -> list[bool]:
+    """Whether this worker's parameters become others while the gradients of a step are computed
+    whose parameters were not gathered; as a step of a run, and as a handoff's target does it."""
+    found = []
+    cases = [("dp2", gathered) for gathered in (False, True)] + [("pp2 dp2 vpp2", True)]
+    for generation, (layout, gathered) in enumerate(cases):
+        recipe = recipe_of(Case(layout, train=OVERLAP), process.worker)
+        with connected(process, recipe, layout, generation) as world:
+            if world is None:
+                continue
+            train(world, [0])
+            before = world.state.digests(("parameter",))
+            world.forward_backward(1, gathered=gathered)
+            found.append(world.state.digests(("parameter",)) != before)
+    return found
+
+
+def test_a_targets_first_gradients_write_to_no_parameters(tmp_path: Path) -> None:
+    """Which may lie in the source's memory: a wrong bit of a joiner's would go on there after the
+    handoff was called off for it."""
+    found = run_workers(altered_by_a_first_pass, 4, tmp_path)
+    assert found[0] == [True, False, False]
+    assert not any(altered for each in found for altered in each[-1:])
+
+
 GATHERED_AT_ONCE = {**OVERLAP, "overlap_param_gather": False}
 
 
