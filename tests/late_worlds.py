@@ -139,7 +139,7 @@ class LateWorld:
     def warm_up(self, again: bool = True) -> None:
         self._launch("rehearsal", lambda: self._fill(777.0))
 
-    def forward_backward(self, step: int) -> Gradients:
+    def forward_backward(self, step: int, *, gathered: bool = False) -> Gradients:
         self.settle()
         self._launch("forward", lambda: self._see("forward", step, (PARAMETER,)))
         if self.worker in self.breaks and self.generation == 2:

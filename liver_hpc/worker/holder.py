@@ -120,6 +120,7 @@ class WorldHolder:
     def _stand(self, world: World) -> None:
         """What was made is the world that trains next."""
         self._world, self._making = world, None
+        self._context.device.world_begins()
         self._stands.set()
         self._step_begins_s = self._context.clock.now_s()
 

@@ -144,7 +144,7 @@ class Trainer(WorldHolder):
         while self.step < self._context.config.train.steps:
             world = self._world
             assert world is not None, "train without a world"
-            started_s = self._step_begins_s
+            started_s, before = self._step_begins_s, self.session
             with self._verification(world):
                 self._snapshots.begin(world, self.step)
                 gradients = world.forward_backward(self.step)
@@ -160,6 +160,7 @@ class Trainer(WorldHolder):
             snapshot = self._snapshots.flag(self.step + 1, clock.now_s() - started_s)
             flags = Flags(ready, self._stop.is_set(), *snapshot, self._saving.wants())
             result = world.agree(gradients, update, flags)
+            self._context.device.step_ended(alone=before is None and self.session is None)
             ended_s = self._step_begins_s = clock.now_s()
             self.step += 1
             members, boundary = world.rank_map.layout.workers, self.step
@@ -334,6 +335,7 @@ class Trainer(WorldHolder):
                     session.preparing.join(self._limits.prepare_s)
                 if session.prepared is not None:
                     session.prepared.drop()
+                self._context.device.return_free_memory()
             except FAILURES as error:
                 why = f"{type(error).__name__}: {error}"
                 self._fail(session.generation, "what PREPARE made cannot be let go", why)
@@ -384,6 +386,7 @@ class Trainer(WorldHolder):
         target = session.prepared
         assert target is not None
         self._world, self._making = target.world, None
+        self._context.device.world_begins()
         self._stands.set()
         self._forget(session)
         self._step_begins_s = crossed.ended_s
@@ -444,6 +447,12 @@ class Trainer(WorldHolder):
             self._abandoned = NO_WORLD
         self._step_begins_s = self._context.clock.now_s()
         self._forget(session)
+        quiet_thread(self._give_back, "give back")
+
+    def _give_back(self) -> None:
+        """What the target had, beside training."""
+        self._context.device.enter()
+        self._context.device.return_free_memory()
 
     def _rebuild(
         self, rank_map: RankMap, generation: int, held: WorldState, scalars: m.ScalarState

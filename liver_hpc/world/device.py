@@ -68,8 +68,8 @@ ABORTED_ENDS_S = 10.0
 
 
 class Room(NamedTuple):
-    """peak_bytes: the most that this process has had in use since its last handoff. free_bytes:
-    what is left of the device while it has as much in use again."""
+    """peak_bytes: the most that this process has in use in a step. free_bytes: what is left of the
+    device while it has as much in use."""
 
     free_bytes: int
     peak_bytes: int
@@ -83,6 +83,8 @@ class Device:
     _parked: list[tuple[Callable[[], bool], object]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
+    _peak_bytes: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
+    """Of the last step beside which there was nothing else; empty before one."""
 
     @property
     def backend_name(self) -> str:
@@ -140,12 +142,26 @@ class Device:
             return pinned_memory(num_bytes)
         return plain_memory(num_bytes)
 
+    def step_ended(self, alone: bool) -> None:
+        """Of the world that trains. alone: this process had no part of another one meanwhile."""
+        self._unpark()
+        if self.torch_device.type == "cuda":
+            if alone and not self._parked:
+                self._peak_bytes[:] = [torch.cuda.max_memory_allocated(self.torch_device)]
+            if self._peak_bytes:  # else it is all that is known, if too much
+                torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def world_begins(self) -> None:
+        """Another one trains from now on."""
+        self._peak_bytes.clear()
+
     def room(self) -> Room | None:
         """What there is beside the world that trains; None where the device does not tell."""
         if self.torch_device.type != "cuda":
             return None
         free_bytes, _ = torch.cuda.mem_get_info(self.torch_device)
-        peak_bytes = torch.cuda.max_memory_allocated(self.torch_device)
+        most_bytes = torch.cuda.max_memory_allocated(self.torch_device)
+        peak_bytes = self._peak_bytes[0] if self._peak_bytes else most_bytes
         cached_bytes = torch.cuda.memory_reserved(self.torch_device)
         return Room(free_bytes + cached_bytes - peak_bytes, peak_bytes)
 

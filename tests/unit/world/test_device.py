@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.world.device import NCCL_SETTINGS, Device, open_device
+from liver_hpc.world.device import NCCL_SETTINGS, Device, Room, open_device
 from tests.late_device import LateDevice, LateNetwork, Machines
 
 VARIABLES = (*NCCL_SETTINGS, "NCCL_HOSTID", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING")
@@ -136,6 +136,36 @@ def test_what_the_device_may_still_write_to_is_kept_until_it_has_ended(
     ended.set()
     device.return_free_memory()
     assert emptied == [True], "it is let go before CUDA is asked"
+
+
+def test_what_a_step_takes_is_told_by_steps_beside_which_there_was_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A target world that was called off must not count as what training needs: the next one would
+    be refused for lack of room."""
+    most = [0]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (40, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 50)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _device: most[0])
+    monkeypatch.setattr(
+        torch.cuda, "reset_peak_memory_stats", lambda _device: most.__setitem__(0, 0)
+    )
+    device = Device(torch.device("cuda", 0))
+
+    def step(num_bytes: int, alone: bool) -> Room | None:
+        most[0] = num_bytes
+        device.step_ended(alone)
+        return device.room()
+
+    most[0] = 25
+    assert device.room() == Room(65, 25), "before the first step's end"
+    assert step(30, alone=True) == Room(60, 30)
+    assert step(80, alone=False) == Room(60, 30)
+    assert step(32, alone=True) == Room(58, 32)
+    device.world_begins()
+    assert step(80, alone=False) == Room(10, 80), "rather too much than nothing"
+    step(80, alone=True)
+    assert step(32, alone=True) == Room(58, 32)
 
 
 @pytest.mark.usefixtures("two_gpus")
