@@ -319,6 +319,15 @@ class DeadlineSection(Section):
     step_s: Seconds | None = None
     exit_s: Seconds = 10.0
 
+    def beside_steps(self, steps_s: float) -> DeadlineSection:
+        """Of a handoff whose boundary and target's first step may take so many seconds: no wait
+        that they lie in ends before them."""
+        more = {
+            "boundary_s": self.boundary_s + steps_s,
+            "transfer_s": self.transfer_s + steps_s,
+        }
+        return self.model_copy(update=more)
+
     @property
     def word_s(self) -> float:
         """The longest that a worker waits for a word of the coordinator's, or of the next one's."""

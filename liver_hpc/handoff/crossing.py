@@ -74,7 +74,7 @@ class Crossing:
         self._target = target
         self._source = source
         self._copying = copying
-        self._limits = session.context.config.limits
+        self._limits = session.limits
         self._clock = session.context.clock
         self._bytes_done = 0
         self._last_progress_s = -PROGRESS_INTERVAL_S

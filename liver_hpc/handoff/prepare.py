@@ -56,7 +56,7 @@ def prepare(session: Session, source_world: World | None) -> Target:
 
 def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target:
     context, began_s = session.context, time.perf_counter()
-    handoff, limits = context.config.handoff, context.config.limits
+    handoff, limits = context.config.handoff, session.limits
     timings_s: dict[str, float] = {}
     worker, device = context.worker, context.device
     rehearses = not session.is_hollow and rehearsed.wanted(handoff, device.torch_device)
@@ -162,7 +162,7 @@ def _check_room(session: Session, rehearses: bool) -> None:
 def _open_wire(session: Session, store: ControlStore, lane: Lane) -> Wire:
     """Connects all members for TRANSFER, apart from every world's groups. Collective over them."""
     context, members = session.context, session.members
-    limits = context.config.limits
+    limits = session.limits
     backend = context.network.open_backend(
         PrefixStore(f"g{session.generation}/transfer", store),
         members.index(context.worker),

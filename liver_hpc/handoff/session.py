@@ -91,8 +91,8 @@ class Session:
 
     The control thread puts messages in; the thread that runs the handoff takes them out.
     prepared: what PREPARE made, once it is done. preparing: on a source worker, its thread.
-    shared_groups: see `Arm`. bounded: see `Prepare`. crosses: whether this worker has left the
-    source world's steps.
+    shared_groups: see `Arm`. bounded: see `Prepare`. limits: of waits in it. crosses: whether this
+    worker has left the source world's steps.
     """
 
     def __init__(self, prepare: Prepare, context: WorkerContext) -> None:
@@ -100,6 +100,7 @@ class Session:
         self.source: RankMap = prepare.source.rank_map()
         self.target: RankMap = prepare.target.rank_map()
         self.bounded = prepare.bounded
+        self.limits = context.config.limits.beside_steps(prepare.steps_s)
         self.context = context
         self.store: ControlStore | None = None
         self.prepared: Target | None = None

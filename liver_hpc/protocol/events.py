@@ -29,7 +29,7 @@ class Requested:
     `generation` is the target's; the number after it is free too, for a rebuild of the source.
     bounded: no worker is to hold both worlds; the way back is a checkpoint of the boundary.
     here: those of the joiners that have booted already. lingers: leavers are not told to
-    exit.
+    exit. steps_s: what the steps may take that lie within it, see `DeadlineSection.beside_steps`.
     """
 
     generation: int
@@ -39,6 +39,7 @@ class Requested:
     bounded: bool = False
     here: tuple[int, ...] = ()
     lingers: bool = False
+    steps_s: float = 0.0
 
     @cached_property
     def joiners(self) -> tuple[int, ...]:

@@ -97,6 +97,7 @@ class HandoffMachine:
             source_generation=now.request.source.generation,
             target=m.WireRankMap.of(now.target),
             bounded=now.request.bounded,
+            steps_s=now.request.steps_s,
         )
         return [Send(everybody, prepare)]
 
@@ -110,20 +111,25 @@ class HandoffMachine:
         everybody = now.participants
         awaited: list[Awaited] = [(w, m.AtBoundary) for w in now.source_workers]
         awaited += [(w, m.Vote) for w in everybody]
-        writes_s = self._deadlines.transfer_s if now.request.bounded else 0.0
-        self._enter(Phase.ARMED, self._deadlines.boundary_s + writes_s, awaited)
+        limits = self._limits_of(now.request)
+        writes_s = limits.transfer_s if now.request.bounded else 0.0
+        self._enter(Phase.ARMED, limits.boundary_s + writes_s, awaited)
         # In bounded memory the target computes nothing before the point of no return.
         shared = now.kept_groups > 0 and not now.request.bounded
         return [Send(everybody, m.Arm(generation=now.generation, shared_groups=shared))]
 
     # ---- ARMED, TRANSFER, and the verdict
 
+    def _limits_of(self, request: Requested) -> DeadlineSection:
+        return self._deadlines.beside_steps(request.steps_s)
+
     def _transfer_begins(self, event: m.AtBoundary | m.Vote) -> list[Action]:
         """The first sign that the source stands at the boundary.
 
         A Vote may overtake the others' AtBoundary: they come over different connections.
         """
-        self._enter(Phase.TRANSFER, self._deadlines.transfer_s, self._now.awaited)
+        now = self._now
+        self._enter(Phase.TRANSFER, self._limits_of(now.request).transfer_s, now.awaited)
         return self._at_boundary(event) if isinstance(event, m.AtBoundary) else self._vote(event)
 
     def _at_boundary(self, event: m.AtBoundary) -> list[Action]:
@@ -160,7 +166,7 @@ class HandoffMachine:
             return []
         if bounded:
             now.freed = True
-            self._enter(Phase.TRANSFER, self._deadlines.transfer_s, now.awaited)
+            self._enter(Phase.TRANSFER, self._limits_of(now.request).transfer_s, now.awaited)
         return [Send(told, m.Boundary(generation=now.generation, scalars=scalars))]
 
     def _vote(self, event: m.Vote) -> list[Action]:

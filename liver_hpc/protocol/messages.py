@@ -441,12 +441,14 @@ class Prepare(_OfWorld, type="prepare"):
     """Build the target world beside what runs; answer with Prepared or Failed.
 
     bounded: the source's memory makes room for the target's, kind of state by kind of state.
+    steps_s: what the steps may take that waits lie beside.
     """
 
     source: WireRankMap
     source_generation: int
     target: WireRankMap
     bounded: bool = False
+    steps_s: float = 0.0
 
 
 class Rehearse(Message, type="rehearse"):

@@ -342,7 +342,8 @@ class ElasticPolicy:
         self.queue.had_its_turn(request)
         self._out.append(a.Note(f"generation {generation}: {request}, from {world.rank_map}"))
         why = self._bounded_because(generation, world.rank_map, decision.target)
-        self.handoffs.start(request, world, decision.target, bounded=bool(why))
+        steps_s = self.estimates.handoffs.steps_s(world.rank_map, decision.target)
+        self.handoffs.start(request, world, decision.target, bool(why), steps_s)
 
     def _bounded_because(self, generation: int, source: RankMap, target: RankMap) -> str:
         """Why a handoff is made in bounded memory; the log then says so, and what it costs."""

@@ -41,6 +41,8 @@ ASSUMED_FORWARD = 1 / 3
 
 BOUNDARY_STEPS = 2
 """A handoff begins at the end of the next step but one: the ready flag rides on a reduction."""
+ALLOWED_STEPS = 3
+"""Those up to the boundary, and one more, as the first ones of a world are slow."""
 REMEMBERED_HANDOFFS = 4
 REMEMBERED_STEPS = 16
 EXACT_PARTS = 4096
@@ -308,6 +310,11 @@ class HandoffEstimator:
         return max(self._release_s, default=min(ASSUMED_RELEASE_S, self._limits.release_s))
 
     # ---- steps
+
+    def steps_s(self, source: RankMap, target: RankMap) -> float:
+        """More than the steps up to the boundary, or the target's first one, will take."""
+        slower = max([1.0, *self._first_steps])
+        return ALLOWED_STEPS * self._step_s(source.layout, target.layout) * slower
 
     @property
     def _next_batch(self) -> int:

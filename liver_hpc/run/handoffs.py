@@ -119,15 +119,19 @@ class Handoffs:
         world: WorldRef,
         target: RankMap,
         bounded: bool = False,
+        steps_s: float = 0.0,
     ) -> None:
         """Begins a handoff away from `world`; must be idle. `target` has kept joiners, and others
-        under the ids that were to come next, which they may turn out not to have."""
+        under the ids that were to come next, which they may turn out not to have. steps_s: see
+        `Requested`."""
         self.request = request
         self.generation += 1
         here = tuple(worker for worker in sorted(target.workers) if worker in self._agents.kept)
         self._agents.take(here)
         lingers = self._lingers and target.layout.workers > 1
-        requested = Requested(self.generation, world, target, str(request), bounded, here, lingers)
+        requested = Requested(
+            *(self.generation, world, target, str(request), bounded, here, lingers, steps_s)
+        )
         self._recorder.attempt_begins(requested, request.made_s)
         self.feed(requested)
 

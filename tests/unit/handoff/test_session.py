@@ -21,6 +21,7 @@ from liver_hpc.protocol.messages import (
     WireRankMap,
 )
 from liver_hpc.world.context import WorkerContext
+from tests.unit.config.runs import minimal
 
 SMALL = ScalarState(step=3, consumed_samples=24, optimizer_step=3, loss_scale=1.0, seed=1)
 
@@ -40,7 +41,7 @@ def session_of(worker: int) -> tuple[Session, FakeStore]:
     context = WorkerContext(
         checkpoints=Path("checkpoints"),
         worker=worker,
-        config=unused,
+        config=minimal(),
         recipe=unused,
         device=unused,
         network=unused,

@@ -85,7 +85,7 @@ class Play:
 
     Events of one worker arrive in order; which worker comes next is for the caller to draw.
     bounded: in bounded memory; the checkpoint of the boundary comes from `DISK`, or why there is
-    none, which is `disk`. lingers: leavers stay.
+    none, which is `disk`. lingers: leavers stay. steps_s: what steps within it may take.
     """
 
     change: Change
@@ -96,6 +96,7 @@ class Play:
     sent: list[tuple[int, m.ToWorker]] = field(default_factory=list)
     bounded: bool = False
     lingers: bool = False
+    steps_s: float = 0.0
     disk: str = ""
     kept: tuple[int, ...] = ()
 
@@ -107,7 +108,8 @@ class Play:
     def begin(self) -> None:
         source = WorldRef(3, self.change.source)
         target, lingers = self.change.target, self.lingers
-        self.feed(Requested(4, source, target, "test", self.bounded, lingers=lingers))
+        asked = Requested(4, source, target, "test", self.bounded, (), lingers, self.steps_s)
+        self.feed(asked)
 
     def feed(self, event: Event) -> None:
         for action in self.machine.handle(event):

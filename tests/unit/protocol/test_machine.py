@@ -175,6 +175,21 @@ def test_a_deadline_before_the_commit_aborts_and_names_whom_it_waited_for(
     play.assert_never_a_mix()
 
 
+@pytest.mark.parametrize(("phase", "limit"), [(Phase.ARMED, 390.0), (Phase.TRANSFER, 210.0)])
+def test_what_steps_take_comes_on_top_where_a_wait_has_some_in_it(
+    phase: Phase, limit: float
+) -> None:
+    """Else each handoff to few workers would be called off, whose first step takes minutes."""
+    play = Play(CHANGES["shrink"], steps_s=90.0)
+    play.begin()
+    while play.machine.phase is not phase:
+        play.step(play.pending()[0])
+    assert play.machine.deadline is not None
+    assert play.machine.deadline.limit_s == limit
+    told = [message for _, message in play.sent if isinstance(message, m.Prepare)]
+    assert {message.steps_s for message in told} == {90.0}
+
+
 @pytest.mark.parametrize(
     ("worker", "phase", "wanted"),
     [(0, Phase.RELEASE, "FirstStep of workers [0], Released of workers [0]")],

@@ -201,6 +201,15 @@ def test_the_first_step_of_fewer_workers_is_longer() -> None:
     )
 
 
+def test_more_is_allowed_for_than_the_steps_of_a_handoff_took_lately() -> None:
+    asked = estimator()
+    asked.observe_step(40.0)
+    assert asked.steps_s(DP2, TP2_DP2) == 120.0
+    assert asked.steps_s(TP2_DP2, DP2) == 240.0
+    observe(asked, committed_s=190.0)  # its first step took 80 s
+    assert asked.steps_s(DP2, TP2_DP2) == 240.0
+
+
 def test_the_slowest_of_the_last_handoffs_counts() -> None:
     asked = estimator()
     observe(asked, prepare_ended_s=140.0)
