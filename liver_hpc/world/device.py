@@ -280,6 +280,14 @@ def gpu_addresses() -> list[str]:
         return []
 
 
+def _meet(store: Any, size: int, deadline: Deadline) -> None:
+    """Returns once all members have come. Who waits here is freed as the store is closed; who waits
+    for NCCL to connect, as long as a peer does not come, by nothing but torch's own deadline."""
+    if store.add("came", 1) == size:
+        store.set("all came", "")
+    store.wait(["all came"], timedelta(seconds=deadline.remaining_s()))
+
+
 class Network:
     """Opens group backends, and knows which transport each of them uses.
 
@@ -330,11 +338,12 @@ class Network:
             os.environ.setdefault(_INIT_LIMIT, str(math.ceil(timeout_s)))
             backend = self._new_nccl(store, rank, size, timeout)
             try:
+                _meet(store, size, deadline)
                 self._connect(backend, deadline, check)
             except BaseException as error:
                 backend.abort()  # the device must not go on waiting for its peers
-                if isinstance(error, RuntimeError) and deadline.expired():
-                    raise deadline.error() from error  # NCCL's own says of no peer
+                if isinstance(error, RuntimeError | LiverError) and deadline.expired():
+                    raise deadline.error() from error  # which says of whom
                 raise
             chosen = self._log.read(self._newly_logged())
         else:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,6 +87,26 @@ def test_what_a_handoff_wants_of_cuda_is_set_unless_told(
     assert os.environ[name] == (given or wanted)
 
 
+class Store:
+    """The coordinator's, in which another member has come, or does not come."""
+
+    def __init__(self, other_came: bool) -> None:
+        self._other_came = other_came
+        self._closed = threading.Event()
+
+    def add(self, _key: str, amount: int) -> int:
+        return amount + self._other_came
+
+    def set(self, _key: str, _value: str) -> None: ...
+
+    def wait(self, _keys: list[str], timeout: timedelta) -> None:
+        if not self._other_came and self._closed.wait(timeout.total_seconds()):
+            raise LiverError("the store is closed")
+
+    def close(self) -> None:
+        self._closed.set()
+
+
 class Refusing:
     """What NCCL does where a communicator does not come to be."""
 
@@ -106,7 +127,20 @@ def test_a_group_that_is_late_names_its_peers(
     network = LateNetwork(LateDevice(Machines(), 0))
     monkeypatch.setattr(network, "_new_nccl", lambda *_arguments: backend)
     with pytest.raises(error, match=r"workers \[0, 3\]" if limit_s == 0.0 else "NCCL timeout"):
-        network.open_backend(None, 0, 2, limit_s, "workers [0, 3]")
+        network.open_backend(Store(other_came=True), 0, 2, limit_s, "workers [0, 3]")
+    assert backend.aborted
+
+
+def test_who_waits_for_a_peer_that_does_not_come_is_freed_with_the_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In NCCL it would wait for as long as torch lets it, whatever else has happened."""
+    backend, store = Refusing(), Store(other_came=False)
+    network = LateNetwork(LateDevice(Machines(), 0))
+    monkeypatch.setattr(network, "_new_nccl", lambda *_arguments: backend)
+    threading.Timer(0.2, store.close).start()
+    with pytest.raises(LiverError, match="the store is closed"):
+        network.open_backend(store, 0, 2, 60.0, "workers [0, 3]")
     assert backend.aborted
 
 
