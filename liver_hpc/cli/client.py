@@ -8,12 +8,20 @@ from contextlib import suppress
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmError
+from liver_hpc.cluster.slurm.replies import RUNNING
 from liver_hpc.cluster.slurm.run_job import JOB_POLL_S, RunJob, gone, job_of
-from liver_hpc.errors import DeadlineError, LiverError, RequestRefused
+from liver_hpc.errors import ConfigError, DeadlineError, LiverError, RequestRefused
 from liver_hpc.protocol.messages import FromOperator, Reply, StatusRequest, StopRequest
 from liver_hpc.protocol.status import StatusSnapshot
-from liver_hpc.rendezvous.channel import Channel, ChannelClosed, ChannelRefused, connect
+from liver_hpc.rendezvous.channel import (
+    Channel,
+    ChannelClosed,
+    ChannelRefused,
+    connect,
+    reason_of,
+)
 from liver_hpc.run.directory import CoordinatorAddress, RunDirectory, process_lives
+from liver_hpc.run.entries import JOURNAL_FILE, last_end
 from liver_hpc.run.outcome import Outcome
 from liver_hpc.run.secret import read_secret
 
@@ -34,7 +42,7 @@ def request(run: RunDirectory, message: FromOperator) -> Reply:
 
     Raises RequestRefused with the reply's text when it declined, RunWaits while the run's job is
     in Slurm's queue, LiverError when nobody answers, with the reason: the run is over, has not
-    started, or its coordinator is gone.
+    started, its coordinator is gone, or is not reached from here.
     """
     if (outcome := run.outcome()) is not None:
         raise LiverError(f"run {run} is over: {outcome}")
@@ -46,7 +54,9 @@ def request(run: RunDirectory, message: FromOperator) -> Reply:
     except ChannelRefused as error:
         raise LiverError(f"run {run}: {error}") from error
     except ChannelClosed as error:
-        raise _silence(run) from error
+        raise _unreached(run, error) or _silence(run) from error
+    except DeadlineError as error:
+        raise _unreached(run, error) or error from None
     try:
         return _ask(channel, message)
     except ChannelClosed as error:
@@ -153,7 +163,8 @@ class Watch:
         """The run's state now; None once nobody answers any more. Where a coordinator was killed,
         the next one is waited for.
 
-        Raises DeadlineError when the coordinator takes too long.
+        Raises DeadlineError when the coordinator takes too long, LiverError where it is not reached
+        from here.
         """
         deadline = Deadline.after(SystemClock(), _OUTCOME_S, f"a coordinator of {self._run}")
         while self._run.outcome() is None:
@@ -165,8 +176,14 @@ class Watch:
                     return StatusSnapshot.model_validate(_ask(self._channel, StatusRequest()).data)
             except RequestRefused:  # it is about to end
                 return None
-            except ChannelClosed:
+            except ChannelClosed as error:
                 self.close()
+                if deadline.expired() and (unreached := _unreached(self._run, error)) is not None:
+                    raise unreached from error
+            except DeadlineError as error:
+                if self._channel is not None:  # it is reached, but slow
+                    raise
+                raise _unreached(self._run, error) or error from None
             if deadline.expired() or not coordinator_lives(self._run):
                 return None
             time.sleep(_LOCAL_POLL_S if job_of(self._run) is None else JOB_POLL_S)
@@ -248,6 +265,27 @@ def _silence(run: RunDirectory) -> LiverError:
     )
 
 
+def _unreached(run: RunDirectory, error: LiverError) -> LiverError | None:
+    """That this machine does not reach a coordinator whose job runs; None where it is gone, or has
+    said that it ends: it hangs up before its outcome is written. error: the connection's."""
+    address, job, end = run.coordinator(), job_of(run), None
+    with suppress(ConfigError):  # there is no journal yet, or it is damaged
+        end = last_end(run.path / JOURNAL_FILE)
+    if address is None or address.is_here or job is None or end is not None:
+        return None
+    try:
+        info = job.find()
+    except SlurmError:
+        return None
+    if info is None or info.state != RUNNING:
+        return None
+    why = reason_of(error.__cause__ if isinstance(error.__cause__, OSError) else error)
+    return LiverError(
+        f"run {run}: its coordinator does not answer at {address.host}:{address.port} ({why}), and "
+        f"{info}; does this machine reach the interface there, `network.interface`?"
+    )
+
+
 def _open(run: RunDirectory, address: CoordinatorAddress) -> Channel:
-    where = f"the coordinator of {run} at {address.host}:{address.port}"
-    return connect((address.host, address.port), read_secret(run.secret_path), CONNECT_S, where)
+    who = f"the coordinator of {run}"
+    return connect((address.host, address.port), read_secret(run.secret_path), CONNECT_S, who)

@@ -4,22 +4,26 @@ import json
 import math
 import os
 import resource
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from liver_hpc import __version__
+from liver_hpc.cli import client
 from liver_hpc.cli import main as cli
 from liver_hpc.cli.options import new_parser
 from liver_hpc.config.schema import RunConfig
+from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.protocol.messages import DrainRequest, ReplaceRequest, ResizeRequest, StopRequest
 from liver_hpc.report.hdf5 import read_hdf5
 from liver_hpc.run.directory import RunDirectory, create_run_directory, point_latest
+from liver_hpc.run.entries import JOURNAL_FILE, encode
 from liver_hpc.run.records import RunRecords
 from tests.unit.config.runs import minimal, write_minimal
 from tests.unit.report.journals import write_journal
@@ -291,6 +295,88 @@ def test_run_whose_coordinator_was_killed(run: RunDirectory, capsys: Captured) -
     said = capsys.readouterr().err
     assert f"run {run}: its coordinator (process " in said
     assert "is gone and left no outcome; its logs are" in said
+
+
+@pytest.fixture
+def elsewhere(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    """A run whose job runs on another node, where nobody answers this machine."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    address = {"host": "127.0.0.1", "port": port, "pid": 1, "hostname": "n1"}
+    (run.path / "coordinator.json").write_text(json.dumps(address))
+    (tmp_path / "squeue").write_text("#!/bin/sh\necho '77|77|RUNNING|None|N/A|n1|demo'\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    run.note_job_id("77")
+    return run
+
+
+def end_is_recorded(run: RunDirectory) -> None:
+    end = {"type": "end", "state": "finished", "reason": "all steps are done", "step": 7}
+    lines = encode(0, 1000.0, {"type": "coordinator_started"}), encode(1, 1001.0, {}, [end])
+    (run.path / JOURNAL_FILE).write_bytes(b"".join(lines))
+
+
+def test_run_whose_coordinator_is_not_reached(elsewhere: RunDirectory, capsys: Captured) -> None:
+    assert liver("status", "latest") == 1
+    said = capsys.readouterr().err
+    port = json.loads((elsewhere.path / "coordinator.json").read_text())["port"]
+    assert f"coordinator does not answer at 127.0.0.1:{port} (Connection refused)" in said
+    assert "job 77 is RUNNING on n1; does this machine reach" in said
+    assert "`network.interface`" in said
+
+
+def test_run_whose_coordinator_is_behind_a_firewall(
+    elsewhere: RunDirectory, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers nothing at all."""
+
+    def times_out(*_: object) -> NoReturn:
+        raise DeadlineError("waited 10 s for the coordinator: timed out before its proof")
+
+    monkeypatch.setattr(client, "_open", times_out)
+    for command in ("status", "stop"):
+        assert liver(command, "latest") == 1
+        said = capsys.readouterr().err
+        assert "timed out before its proof), and job 77 is RUNNING" in said
+    with pytest.raises(LiverError, match=r"`network\.interface`"):
+        client.Watch(elsewhere).snapshot()
+
+
+def test_a_coordinator_that_is_slow_is_reached(
+    elsewhere: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_slow(*_: object) -> NoReturn:
+        raise DeadlineError("waited 30 s for a message")
+
+    monkeypatch.setattr(client, "_open", lambda *_: object())
+    monkeypatch.setattr(client, "_ask", is_slow)
+    with pytest.raises(DeadlineError, match=r"^waited 30 s for a message$"):
+        client.Watch(elsewhere).snapshot()
+
+
+def test_run_whose_coordinator_has_hung_up_elsewhere(
+    elsewhere: RunDirectory, capsys: Captured
+) -> None:
+    end_is_recorded(elsewhere)
+    assert liver("status", "latest") == 1
+    assert "is ending; its outcome is not written yet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_who_follows_a_run_without_reaching_it_is_told_so(
+    ends: bool, elsewhere: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, and no more; but not of a coordinator that has hung up as it ends."""
+    monkeypatch.setattr(client, "_OUTCOME_S", 0.1)
+    monkeypatch.setattr(client, "JOB_POLL_S", 0.02)
+    watch = client.Watch(elsewhere)
+    if ends:
+        end_is_recorded(elsewhere)
+        assert watch.snapshot() is None
+    else:
+        with pytest.raises(LiverError, match=r"\(Connection refused\), and job 77 is RUNNING"):
+            watch.snapshot()
 
 
 def test_run_of_another_secret(run: RunDirectory, standin: StandIn, capsys: Captured) -> None:
