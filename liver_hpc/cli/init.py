@@ -25,6 +25,7 @@ from liver_hpc.recipes.text_data import STDLIB, text_files
 SCHEMA_FILE = "liver-schema.json"
 """Beside the run file: it goes where that goes, into a repository or to a colleague."""
 _OWN_DATA_ROWS = 50304
+_CPUS_PER_GPU = 4
 
 
 @dataclass(frozen=True)
@@ -296,6 +297,11 @@ def _slurm(options: argparse.Namespace) -> list[str]:
     partition = "null" if options.partition is None else _yaml(options.partition)
     per_node = [f"workers_per_node: {each}"]
     per_node += [f"gpus_per_node: {each}"] if options.gpus_per_node else []
+    cpus = _CPUS_PER_GPU * each if options.gpus_per_node else each
+    per_node += [
+        "# Cores of a node for all its workers; null: what Slurm gives one task, often one core.",
+        f"cpus_per_node: {cpus}",
+    ]
 
     def node_lines(indent: str) -> list[str]:
         return [f"{indent}{line}" for line in per_node]

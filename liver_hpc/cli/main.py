@@ -88,7 +88,7 @@ def _init(options: argparse.Namespace) -> int:
 
 
 def _submit(options: argparse.Namespace) -> int:
-    from liver_hpc.cli.submission import checked_run, resume_run, submit_run
+    from liver_hpc.cli.submission import resume_run, run_to_submit, submit_run
     from liver_hpc.recipes.completion import load_users_run
 
     if (options.config is None) == (options.resume is None):
@@ -112,7 +112,7 @@ def _submit(options: argparse.Namespace) -> int:
         if options.dry_run:
             from liver_hpc.cli.dry_run import describe_run
 
-            print(describe_run(*checked_run(config, options.cluster)))
+            print(describe_run(*run_to_submit(config, options.cluster)))
             return EXIT_OK
         run = submit_run(config, options.cluster)
     print(f"run {run}" if follow else run, flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 
 from liver_hpc.checkpoint.newest import newest_checkpoint, to_load
 from liver_hpc.cli.check import check_run
@@ -12,7 +13,13 @@ from liver_hpc.cli.client import await_coordinator
 from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.run_job import check_over
 from liver_hpc.config.load import absolute_paths
-from liver_hpc.config.schema import AUTO, RunConfig
+from liver_hpc.config.schema import (
+    AUTO,
+    BurstSection,
+    ClusterSection,
+    ComponentSection,
+    RunConfig,
+)
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.host.files import file_lock
 from liver_hpc.layout.candidates import resolve_layouts
@@ -29,6 +36,8 @@ from liver_hpc.run.directory import (
 from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome, begin_again
 
 _LAUNCH_S = 120.0
+_GIVE_CPUS = {"cpus-per-gpu", "exclusive", "extra-node-info", "mincpus"}
+"""Options of sbatch by which a node's task has more than one core without `cpus_per_node`."""
 _DEFERRED = tuple(
     f"not checked here, but before a worker boots, on the run's nodes: {what}"
     for what in (
@@ -76,6 +85,30 @@ def checked_run(config: RunConfig, cluster: str | None = None) -> tuple[RunConfi
     return config, resolved
 
 
+def run_to_submit(config: RunConfig, cluster: str | None = None) -> tuple[RunConfig, Recipe]:
+    """As `checked_run`; what a batch script of liver's own lacks is noted."""
+    config, recipe = checked_run(config, cluster)
+    for line in _cpu_notes(config.cluster):
+        print(f"liver: note: {line}", file=sys.stderr)
+    return config, recipe
+
+
+def _cpu_notes(cluster: ClusterSection) -> Iterator[str]:
+    slurm = cluster.slurm
+    parts: dict[str, ComponentSection | BurstSection] = {
+        f"cluster.slurm.components.{index}": part for index, part in enumerate(slurm.components)
+    }
+    if slurm.burst is not None:
+        parts["cluster.slurm.burst"] = slurm.burst
+    for where, part in parts.items() if cluster.kind == "slurm" else ():
+        slots, settled = cluster.slots(part), part.cpus_per_node or part.options.keys() & _GIVE_CPUS
+        if slots > 1 and not settled:
+            yield (
+                f"{where}.cpus_per_node is not given: where nodes are shared, Slurm may give all "
+                f"{slots} workers of a node the one core of one task"
+            )
+
+
 # ---- a launch
 
 
@@ -85,7 +118,7 @@ def submit_run(config: RunConfig, cluster: str | None = None) -> RunDirectory:
     On Slurm it returns when the job is queued. The run does not depend on this process.
     Raises ConfigError before anything is launched, LiverError when the launch failed.
     """
-    config, recipe = checked_run(config, cluster)
+    config, recipe = run_to_submit(config, cluster)
     if config.cluster.kind == "slurm":
         check_partitions(config)
     run = new_run(config, recipe)

@@ -143,6 +143,7 @@ class Agent:
             self._cold,
         )
         self._health_check = config.cluster.health_check
+        self._on_slurm = config.cluster.kind == "slurm"
         self._checking = False
         self._checks: list[Child] = []  # the shell of the health check
         self._launches: dict[str, Launch] = {}
@@ -263,6 +264,9 @@ class Agent:
     # ---- launches
 
     def _begin(self, plan: WorkerPlan) -> None:
+        workers, cpus = len(plan.slots), len(os.sched_getaffinity(0))
+        if self._on_slurm and cpus < workers:
+            log.warning("%d workers share %d CPUs: cpus_per_node asks for more", workers, cpus)
         launch = self._launches[plan.launch] = Launch(plan, self._around)
         if self._warms and self._warm is None:
             self._start_warm()

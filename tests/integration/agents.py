@@ -207,10 +207,10 @@ class Run:
         network = NetworkSection(**given)  # type: ignore[arg-type]
         path.write_text(dump_run(config.model_copy(update={"network": network})))
 
-    def set_health_check(self, command: str) -> None:
+    def set_cluster(self, **given: str) -> None:
         path = self.directory / "run.yaml"
         config = load_run(path)
-        cluster = config.cluster.model_copy(update={"health_check": command})
+        cluster = config.cluster.model_copy(update=given)
         path.write_text(dump_run(config.model_copy(update={"cluster": cluster})))
 
     def options(self, then: str) -> list[str]:

@@ -118,8 +118,8 @@ def test_workers_get_their_ids_their_environment_and_their_logs(
 
 
 def test_a_node_is_checked_before_anything_starts_there(run: Run) -> None:
-    run.set_health_check(
-        f"test -e {run.directory}/well || {{ echo 'GPU 3 has fallen off'; exit 9; }}"
+    run.set_cluster(
+        health_check=f"test -e {run.directory}/well || {{ echo 'GPU 3 has fallen off'; exit 9; }}"
     )
     run.open_rendezvous()
     launcher = run.launcher("ends")
@@ -132,6 +132,19 @@ def test_a_node_is_checked_before_anything_starts_there(run: Run) -> None:
     launcher.launch(request("a1"))
     assert [note["told"]["worker"] for note in run.notes()] == [4, 5]  # type: ignore[index]
     assert run.wait_ended(launcher, "a1") == 1
+
+
+def test_workers_that_share_fewer_cpus_than_they_are_are_noted(run: Run) -> None:
+    run.set_cluster(kind="slurm")
+    cpus = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cpus)})
+    try:
+        run.launcher("ends").launch(request())
+    finally:
+        os.sched_setaffinity(0, cpus)
+    log = run.directory / "logs" / "agent-a0.log"
+    said = "2 workers share 1 CPUs: cpus_per_node asks for more"
+    wait_for(lambda: log.exists() and said in log.read_text(), "the agent's warning")
 
 
 def test_workers_take_the_slots_that_they_are_given(run: Run) -> None:

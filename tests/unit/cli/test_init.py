@@ -47,7 +47,9 @@ def test_what_is_written_passes_the_checks(flags: list[str], capsys: Captured) -
     assert liver("init", "--defaults", *flags) == 0
     assert "next: liver submit --config run.yaml --dry-run" in capsys.readouterr().out
     assert liver("submit", "--config", "run.yaml", "--dry-run") == 0
-    assert capsys.readouterr().out.endswith("# nothing was launched\n")
+    shown = capsys.readouterr()
+    assert shown.out.endswith("# nothing was launched\n")
+    assert shown.err == ""
     assert list(_problems(Path("run.yaml"))) == []
 
 
@@ -56,7 +58,9 @@ def test_a_node_with_gpus_has_a_worker_on_each_and_burst_nodes_come_beside_it() 
     assert liver("init", "--defaults", *flags) == 0
     found = yaml.safe_load(Path("run.yaml").read_text())
     assert found["workers"] == {"initial": 8, "max": 16}
-    assert found["cluster"]["slurm"]["burst"]["max_nodes"] == 1
+    slurm = found["cluster"]["slurm"]
+    assert slurm["burst"]["max_nodes"] == 1
+    assert [part["cpus_per_node"] for part in (*slurm["components"], slurm["burst"])] == [32, 32]
 
 
 def test_a_burst_partition_that_would_have_no_node_is_refused(capsys: Captured) -> None:

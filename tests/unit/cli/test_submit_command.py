@@ -125,6 +125,20 @@ def test_dry_run_prints_what_slurm_would_get(
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["programs", "run.yaml"]
 
 
+def test_workers_of_a_node_that_may_get_one_core_are_noted(
+    login_node: None, tmp_path: Path, capsys: Captured
+) -> None:
+    path = write_minimal(tmp_path, cluster={"kind": "auto", "slurm": SLURM})
+    given = ["components.1.cpus_per_node=8", "burst.options={cpus-per-gpu: 4}"]
+    options = [f"--set=cluster.slurm.{each}" for each in given]
+    assert liver("submit", "--config", str(path), "--dry-run", *options) == 0
+    (note,) = capsys.readouterr().err.splitlines()
+    assert note.startswith("liver: note: cluster.slurm.components.0.cpus_per_node is not given: ")
+    assert "all 2 workers of a node" in note
+    assert liver("submit", "--config", str(path), "--dry-run", "--cluster", "local") == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_dry_run_prints_how_an_agent_starts_in_its_image(
     login_node: None, tmp_path: Path, capsys: Captured
 ) -> None:
