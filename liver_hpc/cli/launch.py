@@ -163,14 +163,20 @@ def _open_run(config: RunConfig, job: OwnJob | None) -> RunDirectory:
             "cluster slurm: `liver run` belongs into a Slurm job (SLURM_JOB_ID is not set); "
             "`liver submit` makes one"
         )
+    if kind == "auto":
+        kind = "slurm" if job is not None and config.cluster.slurm.components else "local"
+    if kind == "slurm" and job is not None and job.array_task:
+        raise ConfigError(
+            f"cluster slurm: this is task {job.array_task} of a job array (SLURM_ARRAY_JOB_ID is "
+            "set), and what a run asks of Slurm for its job would befall the other tasks, too; "
+            "give each run a job of its own, as by a loop of `liver submit`"
+        )
     name = f"{config.name}-{job.job_id}" if job is not None else None
     if job is not None and (known := _known_run(config, job)) is not None:
         print(f"run {known} goes on", flush=True)
         with contextlib.suppress(OSError):  # a full disk: an earlier start stays noted
             job.note(known.path)
         return known
-    if kind == "auto":
-        kind = "slurm" if job is not None and config.cluster.slurm.components else "local"
     run = new_run(*checked_run(config, kind), name)
     if job is not None:
         job.note(run.path)
@@ -256,7 +262,7 @@ class JobSignals:
         if hosted.outcome is None:
             raise LiverError(f"run {run} ended without an outcome; {run.where_logs_are()}")
         if self.job is not None and hosted.outcome.goes_on(config):
-            requeue(self._slurm, self.job.job_id)
+            requeue(self._slurm, self.job.array_task or self.job.job_id)
             return None
         return hosted.outcome
 
@@ -266,16 +272,16 @@ class JobSignals:
             if number in _STOP_SIGNALS:
                 raise KeyboardInterrupt
         elif number in _END_SIGNALS and self.job is not None:
-            self._end_near(self._hosted, self.job.job_id)
+            self._end_near(self._hosted, self.job)
         else:
             self._hosted.stop(signal.Signals(number).name)
 
-    def _end_near(self, hosted: HostedCoordinator, job_id: str) -> None:
+    def _end_near(self, hosted: HostedCoordinator, job: OwnJob) -> None:
         """Raises _TimeIsUp where nobody is left to wait for."""
-        checkpoint_in_time(hosted, self._slurm, job_id)
+        checkpoint_in_time(hosted, self._slurm, job.job_id)
         if hosted.started and not hosted.wait(0.0):
             if self._slurm.requeue:
-                requeue(self._slurm, job_id)
+                requeue(self._slurm, job.array_task or job.job_id)
             else:
                 hosted.give_up()
             raise _TimeIsUp

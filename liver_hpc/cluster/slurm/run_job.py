@@ -25,7 +25,7 @@ class OwnJob(BaseModel):
     begins again at 1, and the largest id is followed by the first.
 
     started: when, as Slurm writes it; empty where it does not. restarts: how often it was queued
-    again.
+    again. array_task: such as "77_4"; the id of one task of an array may be that of all of it.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -34,6 +34,7 @@ class OwnJob(BaseModel):
     cluster: str = ""
     started: str = ""
     restarts: int = 0
+    array_task: str = ""
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> OwnJob | None:
@@ -41,11 +42,13 @@ class OwnJob(BaseModel):
         job_id = environment.get("SLURM_JOB_ID", "")
         if not job_id:
             return None
+        array = environment.get("SLURM_ARRAY_JOB_ID", "")
         return cls(
             job_id=job_id,
             cluster=environment.get("SLURM_CLUSTER_NAME", ""),
             started=environment.get("SLURM_JOB_START_TIME", ""),
             restarts=int(environment.get("SLURM_RESTART_COUNT") or 0),
+            array_task=array and f"{array}_{environment.get('SLURM_ARRAY_TASK_ID', '')}",
         )
 
     def made(self, run_directory: Path) -> bool:

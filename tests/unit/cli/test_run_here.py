@@ -149,6 +149,39 @@ def test_a_job_that_is_about_to_end_is_queued_again_and_goes_on(
     assert yaml.safe_load(before)["cluster"]["kind"] == "slurm"
 
 
+@pytest.fixture
+def in_array(in_job: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Job 77 is task 4 of array 77."""
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "4")
+    return in_job
+
+
+def test_of_a_job_array_one_task_alone_is_queued_again(
+    started: Callable[..., Here], in_array: Path
+) -> None:
+    here = started(kind="local")
+    here.await_coordinator(lambda: Path("runs/run-77"))
+    code, shown = here.end(signal.SIGUSR1)
+    assert (code, shown.splitlines()[-1]) == (
+        0,
+        "run runs/run-77 goes on when its job starts again",
+    )
+    assert in_array.read_text().splitlines()[-1] == "scontrol requeue 77_4"
+
+
+@pytest.mark.parametrize("kind", ["slurm", "auto"])
+def test_a_run_on_slurm_is_no_task_of_a_job_array(
+    kind: str, in_array: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_minimal(tmp_path, cluster={"kind": kind, "slurm": SLURM})
+    assert cli.main(["run", "--config", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert "task 77_4 of a job array (SLURM_ARRAY_JOB_ID is set)" in said
+    assert "a loop of `liver submit`" in said
+    assert not Path("runs").exists()
+
+
 def test_a_job_whose_state_is_not_on_disk_in_time_is_queued_again_all_the_same(
     started: Callable[..., Here], in_job: Path, tmp_path: Path, repository: Path
 ) -> None:
