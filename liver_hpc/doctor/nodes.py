@@ -25,6 +25,7 @@ from typing import Any
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.slurm.container import step_words
+from liver_hpc.cluster.slurm.script import option_words
 from liver_hpc.doctor.checks import Check, Level, Order, Result, failed, passed, skipped, warned
 from liver_hpc.doctor.probe import ANSWER, ASKERS_TOKEN, Said, versions
 from liver_hpc.errors import ConfigError, DeadlineError, LiverError
@@ -37,6 +38,8 @@ ALLOCATION_MIN = 10
 """Time limit of the doctor's own allocation, in minutes: its end is Slurm's, whatever happens."""
 MOST_SKEW_S = 0.5
 
+_AS_THE_RUN = ("constraint", "reservation", "mem", "mem-per-cpu", "mem-per-gpu")
+"""Options of sbatch that the doctor's own allocation has of the run's part in that partition."""
 _START_S = 60.0
 _END_S = 5.0
 _KILL_S = 10.0
@@ -167,6 +170,7 @@ def nodes_of(order: Order) -> Iterator[tuple[Nodes, str]]:
         step = step_words(order.config, directory)
         words = [*_srun(order, count, name, around), *step.options, *step.python]
         words += ["liver_hpc.doctor.probe", str(directory), order.config.network.model_dump_json()]
+        words = _behind_setup(order.slurm.setup, words, directory)
         nodes = Nodes(words, count, directory, _versions_wanted(order))
         try:
             greetings = _greetings(nodes, order, name)
@@ -201,17 +205,29 @@ def _srun(order: Order, count: int, name: str, around: str) -> list[str]:
     words = ["timeout", f"--kill-after={_KILL_S:g}", f"{longest_s:g}"]  # it passes a SIGTERM on
     words += ["srun", f"--job-name={name}", f"--nodes={count}", f"--ntasks={count}"]
     words += ["--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0", "--mpi=none"]
-    wanted: dict[str, Any] = {"gres": order.gpus_per_node and f"gpu:{order.gpus_per_node}"}
+    gpus = order.gpus_per_node
+    wanted: dict[str, Any] = {"gres": f"gpu:{gpus}" if gpus else None}
     if around:
         wanted["jobid"] = around
         words.append("--overlap")
     else:
         wanted |= {"time": ALLOCATION_MIN, "partition": order.partition}
         wanted |= {"account": order.account or order.slurm.account, "qos": order.slurm.qos}
-        for part in order.slurm.components[:1]:
-            given = {name: part.options.get(name) for name in ("constraint", "reservation")}
-            wanted |= given if part.partition == order.partition else {}
-    return words + [f"--{option}={value}" for option, value in wanted.items() if value]
+        parts = (part for part in order.config.cluster.parts if part.partition == order.partition)
+        if (part := next(parts, None)) is not None:
+            wanted |= {name: part.options.get(name) for name in _AS_THE_RUN}
+            wanted["cpus-per-task"] = part.cpus_per_node
+    return words + option_words({name: v for name, v in wanted.items() if v is not None})
+
+
+def _behind_setup(setup: Sequence[str], words: Sequence[str], directory: Path) -> list[str]:
+    """The words of a command, behind the lines that a run's batch scripts begin with. These stand
+    in a file, as others see command lines; what is said to the command is not for them."""
+    if not setup:
+        return [*words]
+    script = directory / "setup.sh"
+    script.write_text("\n".join(["{ :", *setup, "} < /dev/null", 'exec "$@"', ""]), "utf-8")
+    return ["bash", str(script), *words]
 
 
 def _greetings(nodes: Nodes, order: Order, name: str) -> dict[str, Said]:

@@ -8,13 +8,17 @@ import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import psutil
 import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.doctor.nodes import Nodes
+from liver_hpc.cluster.slurm.commands import SlurmCommands
+from liver_hpc.doctor.checks import Order
+from liver_hpc.doctor.nodes import Nodes, nodes_of
 from liver_hpc.errors import DeadlineError, LiverError
+from tests.unit.config.runs import minimal
 
 LIMIT_S = 20.0
 
@@ -105,6 +109,50 @@ def test_an_srun_that_does_not_end_is_killed_with_the_doctor(tmp_path: Path) -> 
     doctor.wait(10.0)
     waits_for = Deadline.after(SystemClock(), 10.0, "srun to be killed")
     poll_until(lambda: not psutil.pid_exists(pid), waits_for, 0.05)
+
+
+GREETS = """
+import json, sys
+number = json.loads(sys.stdin.readline())["number"]
+print("liver doctor: " + json.dumps({"number": number, "node": "n1", "job": "77"}), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(
+    ("partition", "wanted"),
+    [
+        ("gpu", {"--cpus-per-task=8", "--mem=0", "--constraint=ib"}),
+        ("preempt", {"--cpus-per-task=4", "--mem-per-gpu=8G"}),
+        ("other", set[str]()),
+    ],
+)
+def test_probes_start_as_what_a_run_starts(
+    partition: str, wanted: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind `setup`, which brings the srun here, and gets nothing of what is said to it."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    (tmp_path / "module").mkdir()
+    srun = tmp_path / "module" / "srun"
+    greets = f"exec {sys.executable} -c '{GREETS}'"
+    srun.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/words\n{greets}\n')
+    srun.chmod(0o755)
+    options = {"mem": 0, "constraint": "ib"}
+    main = {"name": "main", "partition": "gpu", "cpus_per_node": 8, "options": options}
+    burst = {"partition": "preempt", "max_nodes": 1, "cpus_per_node": 4}
+    slurm = {
+        "components": [main],
+        "burst": {**burst, "options": {"mem-per-gpu": "8G"}},
+        "setup": ["cat", f'export PATH={tmp_path}/module:"$PATH"'],
+    }
+    config = minimal(cluster={"kind": "slurm", "slurm": slurm}, runs_directory=tmp_path / "runs")
+    commands = SlurmCommands(1.0, 1.0, run=lambda words, _: CompletedProcess(words, 0, "", ""))
+    order = Order(config, nodes=1, partition=partition, commands=commands)
+    with nodes_of(order) as (nodes, job):
+        assert (nodes.names, job) == (["n1"], "77")
+    given = {*(tmp_path / "words").read_text().split()}
+    some = ("--cpus-per-task", "--mem", "--constraint")
+    assert {word for word in given if word.startswith(some)} == wanted
 
 
 def test_the_command_says_what_it_takes() -> None:
