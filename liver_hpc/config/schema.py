@@ -517,7 +517,8 @@ class SlurmSection(Section):
 
 class ClusterSection(Section):
     """Where workers run; `auto` means Slurm where `sbatch` is found and components are given, else
-    local processes. `health_check`: a shell command that runs on a node before that is used."""
+    local processes. `health_check`: a shell command that runs on a node, in the container where
+    there is one, before that is used."""
 
     kind: Literal["auto", "local", "slurm"] = "auto"
     workers_per_node: PositiveInt | None = None

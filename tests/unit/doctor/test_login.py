@@ -27,7 +27,9 @@ AuthType                = auth/munge
 ClusterName             = alps
 KillWait                = 30 sec
 PreemptType             = preempt/partition_prio
+ProctrackType           = proctrack/cgroup
 SLURM_VERSION           = 22.05.8
+SlurmctldParameters     = (null)
 """
 PARTITIONS = """\
 PartitionName=stable GraceTime=0 MaxTime=UNLIMITED Nodes=n[1-3] PreemptMode=OFF PriorityTier=10
@@ -93,7 +95,7 @@ def test_without_slurm_nothing_of_it_is_looked_at(
     assert found["commands"].level is Level.FAIL
     assert "sbatch" in found["commands"].found
     skipped = {check for check, result in found.items() if result.level is Level.SKIP}
-    assert skipped == {"controller", "partitions", "preemption"}
+    assert skipped == {"controller", "partitions", "preemption", "steps", "signals"}
 
 
 @pytest.mark.parametrize(
@@ -162,6 +164,27 @@ def test_what_a_cluster_preempts_by(
     found = results(config, replies)["preemption"]
     assert found.level is level
     assert told in found.found
+
+
+def test_a_controller_that_leaves_steps_to_the_nodes_may_not_tell_of_them(results: Any) -> None:
+    shown = CONFIG.replace("(null)", "cloud_dns,enable_stepmgr")
+    found = results(cluster(), {"show config": Answer(0, shown)})["steps"]
+    assert found.level is Level.WARN
+    assert "squeue may list no steps" in found.found
+
+
+@pytest.mark.parametrize(
+    ("slurm", "level"),
+    [({"burst": {"partition": "spot", "max_nodes": 1}}, Level.WARN), ({}, Level.PASS)],
+)
+def test_a_scancel_that_reaches_srun_ends_burst_workers(
+    results: Any, slurm: dict[str, Any], level: Level
+) -> None:
+    shown = CONFIG.replace("proctrack/cgroup", "proctrack/linuxproc")
+    found = results(cluster(**slurm), {"show config": Answer(0, shown)})["signals"]
+    assert found.level is level
+    assert found.found.startswith("proctrack/linuxproc")
+    assert ("liver stop --checkpoint" in found.advice) == (level is Level.WARN)
 
 
 def test_a_component_without_a_partition_comes_to_the_default(results: Any) -> None:
