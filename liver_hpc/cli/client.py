@@ -9,7 +9,7 @@ from contextlib import suppress
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmError
 from liver_hpc.cluster.slurm.replies import RUNNING
-from liver_hpc.cluster.slurm.run_job import JOB_POLL_S, RunJob, gone, job_of
+from liver_hpc.cluster.slurm.run_job import JOB_POLL_S, RunJob, check_over, gone, job_of
 from liver_hpc.errors import ConfigError, DeadlineError, LiverError, RequestRefused
 from liver_hpc.protocol.messages import FromOperator, Reply, StatusRequest, StopRequest
 from liver_hpc.protocol.status import StatusSnapshot
@@ -67,11 +67,26 @@ def request(run: RunDirectory, message: FromOperator) -> Reply:
 
 def answers(run: RunDirectory) -> bool:
     """Whether the run's coordinator says how the run stands."""
+    address = run.coordinator()
+    if address is None or run.outcome() is not None:
+        return False
     try:
-        request(run, StatusRequest())
+        channel = _open(run, address)
+        try:
+            _ask(channel, StatusRequest())
+        finally:
+            channel.close()
     except LiverError:
         return False
     return True
+
+
+def check_ended(run: RunDirectory) -> None:
+    """As `check_over`; also of a run whose coordinator answers, whatever is known of its job."""
+    check_over(run)
+    if (address := run.coordinator()) is not None and answers(run):
+        where = f"{address.host}:{address.port}"
+        raise ConfigError(f"run {run} is not over: its coordinator answers at {where}")
 
 
 def stop(run: RunDirectory, timeout_s: float | None = None, checkpoint: bool = False) -> Outcome:

@@ -65,7 +65,11 @@ class CoordinatorJob:
         """Runs a run's coordinator. Does not return when the job is queued again."""
         signals = JobSignals()
         signals.listen()  # in the place of submitit, which knows no end but its own
-        outcome = signals.coordinate(RunDirectory(Path(run_directory)))
+        run = RunDirectory(Path(run_directory))
+        if signals.job is not None:
+            with contextlib.suppress(OSError):  # a full disk: the job is known by its id alone
+                signals.job.note(run.path)
+        outcome = signals.coordinate(run)
         if outcome is None:
             sys.exit(0)  # without a result: as far as submitit knows, the job is not over
         if outcome.state == "failed":

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.replies import JobInfo
-from liver_hpc.cluster.slurm.run_job import own_job
+from liver_hpc.cluster.slurm.run_job import RunJob, own_job
 from liver_hpc.errors import LiverError
 from liver_hpc.report.wording import NOTHING, duration_text, layout_text
 from liver_hpc.run.directory import RunDirectory, runs_in
@@ -146,6 +146,10 @@ class _Files:
                 return UNKNOWN, f"Slurm does not say what became of job {self.job}"
             info = own_job(self.run, jobs.get(self.job))
             if info is None or info.over:
+                try:
+                    RunJob(self.run, self.job, SlurmCommands(_SLURM_S, 0.0)).check_cluster()
+                except LiverError as error:
+                    return UNKNOWN, str(error)
                 return LOST, f"its job {self.job} is over and left no outcome"
             return (WAITING if info.queued else lives), str(info)
         if self.run.local_job() is not None:

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 
 from liver_hpc.checkpoint.newest import newest_checkpoint, to_load
 from liver_hpc.cli.check import check_run
-from liver_hpc.cli.client import await_coordinator
+from liver_hpc.cli.client import await_coordinator, check_ended
 from liver_hpc.cluster.slurm.commands import SlurmCommands
-from liver_hpc.cluster.slurm.run_job import check_over
 from liver_hpc.config.load import absolute_paths
 from liver_hpc.config.schema import (
     AUTO,
@@ -140,10 +139,10 @@ def resume_run(run: RunDirectory) -> int:
     """
     with file_lock(run.jobs_path / "resume.lock"):  # whoever comes second finds the job
         config, last = run.config(), run.last_outcome()
-        check_over(run)
+        check_ended(run)
         if last is not None and last.state == "finished":
             raise ConfigError(f"run {run} is complete: {last.reason}")
-        directory = claim_checkpoints(run, config, check_over)
+        directory = claim_checkpoints(run, config, check_ended)
         newest = newest_checkpoint(directory)
         loaded = to_load(config, directory, newest)
         if newest is None and (loaded is None or loaded.weights):
@@ -219,7 +218,7 @@ def new_run(config: RunConfig, recipe: Recipe, name: str | None = None) -> RunDi
     """The directory of a run that has passed its checks, with its data and its model's spec, where
     that is known already."""
     config = with_prepared_data(config)
-    check_free(config, check_over)
+    check_free(config, check_ended)
     run = create_run_directory(config, name)
     if recipe.knows_spec:
         keep_spec(recipe, run.path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +66,13 @@ class OwnJob(BaseModel):
             return False
         return self.restarts > noted.restarts or self == noted
 
+    @classmethod
+    def noted(cls, run_directory: Path) -> OwnJob | None:
+        """The one that noted itself there last, where that can be read."""
+        with suppress(FileNotFoundError, ValidationError):
+            return cls.model_validate_json((run_directory / JOB_FILE).read_bytes())
+        return None
+
     @staticmethod
     def noted_s(run_directory: Path) -> float:
         """When a job last noted itself there: of several jobs of one id the last one still runs."""
@@ -85,8 +93,28 @@ class RunJob:
     commands: SlurmCommands
 
     def find(self) -> JobInfo | None:
-        """The job's first component; None once Slurm lists it no more."""
-        return own_job(self.run, self.commands.jobs([self.job_id]).get(self.job_id))
+        """The job's first component; None once Slurm lists it no more. Raises ConfigError where
+        it may be listed in another cluster."""
+        info = own_job(self.run, self.commands.jobs([self.job_id]).get(self.job_id))
+        if info is None:
+            self.check_cluster()
+        return info
+
+    def check_cluster(self) -> None:
+        """Raises ConfigError for a run without an outcome whose job ran in another cluster than
+        the one that is asked here, which knows nothing of it."""
+        noted = OwnJob.noted(self.run.path)
+        if noted is None or not noted.cluster or noted.job_id != self.job_id:
+            return
+        if self.run.outcome() is not None:
+            return
+        here = self.commands.setting("ClusterName")
+        if here != noted.cluster:
+            raise ConfigError(
+                f"run {self.run}: its job {self.job_id} is one of cluster {noted.cluster}, and "
+                f"here is {here}; give the command there, or, where that cluster is gone for "
+                f"good, remove {self.run}/{JOB_FILE}"
+            )
 
     def is_over(self, or_queued: bool = False) -> bool:
         """Whether Slurm lists the job no more, or has it in its queue again where that is as good;
@@ -138,8 +166,9 @@ def gone(run: RunDirectory, job: RunJob | None) -> LiverError:
 
 
 def check_over(run: RunDirectory) -> None:
-    """Raises ConfigError for a run that is not over, or may not be: its job waits or runs, or a
-    process of it lives. SlurmError where the controller does not answer."""
+    """Raises ConfigError for a run that is not over, or may not be: its job waits or runs, or is
+    another cluster's, or a process of it lives. SlurmError where the controller does not answer.
+    """
     job, address = job_of(run), run.coordinator()
     if job is not None:
         info = job.find()

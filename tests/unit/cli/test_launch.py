@@ -18,6 +18,7 @@ import pytest
 from liver_hpc.cli import launch
 from liver_hpc.cli.launch import CoordinatorJob, coordinate_here, coordinate_locally
 from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.cluster.slurm.run_job import OwnJob
 from liver_hpc.coordinator.connections import Control, Inbox
 from liver_hpc.coordinator.hosting import MOST_KILLED_IN_VAIN, HostedCoordinator
 from liver_hpc.errors import LiverError
@@ -139,6 +140,18 @@ def test_one_that_is_killed_again_and_again_is_the_end(
     with pytest.raises(LiverError, match="ended without an outcome"):
         CoordinatorJob()(str(run.path))
     assert len([*run.path.glob("life-*")]) == MOST_KILLED_IN_VAIN + 1
+
+
+def test_a_job_notes_its_cluster_in_the_run(
+    coordinator: Coordinator, asked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "alps")
+    coordinator(ends_as("finished"))
+    run = a_run(requeue=True)
+    assert CoordinatorJob()(str(run.path)) == 0
+    noted = OwnJob.noted(run.path)
+    assert noted is not None
+    assert (noted.job_id, noted.cluster) == ("77", "alps")
 
 
 def test_one_that_was_superseded_waits_for_the_end_of_the_run(

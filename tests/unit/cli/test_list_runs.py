@@ -14,6 +14,7 @@ import pytest
 from liver_hpc.cli import list_runs
 from liver_hpc.cli.list_runs import ListedRun
 from liver_hpc.cluster.slurm.commands import JobInfo, SlurmCommands, SlurmError
+from liver_hpc.cluster.slurm.run_job import OwnJob
 from liver_hpc.config.load import dump_run
 from liver_hpc.run.directory import RunDirectory, create_run_directory, point_latest
 from liver_hpc.run.entries import JOURNAL_FILE, encode
@@ -163,6 +164,16 @@ def test_slurm_is_asked_once_for_all_runs(
     states = {run.name: run.state for run in list_runs.list_runs(RUNS)[0]}
     assert states == {"one": state, "two": state, "over": "failed"}
     assert asked == [["7", "7"]]
+
+
+def test_of_another_clusters_job_nothing_is_known_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SlurmCommands, "jobs", lambda self, ids: {})
+    monkeypatch.setattr(SlurmCommands, "setting", lambda self, name: "daint")
+    run = make("one", kind="slurm")
+    run.note_job_id("7", "mine")
+    OwnJob(job_id="7", cluster="alps").note(run.path)
+    assert only().state == "unknown"
+    assert "its job 7 is one of cluster alps, and here is daint" in only().reason
 
 
 def test_a_slurm_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

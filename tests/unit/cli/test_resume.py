@@ -13,7 +13,7 @@ import pytest
 from liver_hpc.cli import main as cli
 from liver_hpc.cli import submission
 from liver_hpc.cli.submission import resume_run
-from liver_hpc.cluster.slurm.run_job import check_over
+from liver_hpc.cluster.slurm.run_job import OwnJob, check_over
 from liver_hpc.errors import CheckpointError, ConfigError, LiverError
 from liver_hpc.recipes.base import load_recipe
 from liver_hpc.run.directory import (
@@ -27,6 +27,7 @@ from tests.unit.checkpoint.disk import Disk
 from tests.unit.checkpoint.test_checkpoints import TWO
 from tests.unit.config.runs import minimal
 from tests.unit.layout.models import TIED
+from tests.unit.standin import StandIn
 
 STOPPED = Outcome("stopped", "asked to", 7)
 SQUEUE = """#!/bin/sh
@@ -198,6 +199,39 @@ def test_another_job_that_has_the_number_by_now_is_left_alone(
     run.note_job_id("77", "run-slurm-of-another-cluster")
     assert cli.main(["stop", run.path.name]) == cli.EXIT_FAILED
     assert "its job 77 is over and left no outcome" in capsys.readouterr().err
+    assert resume_run(run) == 7
+
+
+def test_a_run_of_another_cluster_is_judged_there(launches: Launches) -> None:
+    """Its job is none that this one knows; where it has said how it ended nobody need be asked."""
+    run = ended(None)
+    OwnJob(job_id="77", cluster="alps").note(run.path)
+    scontrol = Path("programs/scontrol")
+    scontrol.write_text("#!/bin/sh\necho 'ClusterName = daint'\n")
+    scontrol.chmod(0o755)
+    said = (
+        r"its job 77 is one of cluster alps, and here is daint; .* remove runs/run-slurm/job\.json"
+    )
+    with pytest.raises(ConfigError, match=said):
+        resume_run(run)
+    assert launches.runs == []
+    STOPPED.write(run.path)
+    assert resume_run(run) == 7
+    run.note_job_id("77")
+    run.path.joinpath("outcome.json").unlink(missing_ok=True)
+    OwnJob(job_id="77", cluster="daint").note(run.path)
+    assert resume_run(run) == 7
+
+
+def test_a_run_whose_coordinator_answers_does_not(launches: Launches) -> None:
+    """Whatever Slurm knows of its job here."""
+    run = ended(None)
+    with (
+        StandIn(run.path),
+        pytest.raises(ConfigError, match=r"is not over: its coordinator answers at 127\.0\.0\.1:"),
+    ):
+        resume_run(run)
+    assert launches.runs == []
     assert resume_run(run) == 7
 
 
