@@ -80,7 +80,7 @@ class Hearing:
         self.agents.called(calls.agent, calls.launches)
 
     def said(self, said: Said) -> None:
-        """What has come at once; what workers say of a handoff is one event."""
+        """What has come at once; what workers say of a handoff or a recovery is one event."""
         agent = self.registry.agent_at(said.channel)
         if agent is None:
             return  # somebody who was struck off

@@ -719,8 +719,8 @@ class StoreAnswers(Message, type="store_answers"):
 
 OfAttempt = Prepared | AtBoundary | Vote | FirstStep | Released | Aborted | Failed
 """What workers say in the handoff attempt of their generation."""
-OfManyAtOnce = OfAttempt | Transports
-"""What all workers say in a handoff, at nearly the same time."""
+OfManyAtOnce = OfAttempt | Transports | Halted | Refilled
+"""What all workers say in a handoff or a recovery, at nearly the same time."""
 OfRecovery = Broken | Halted | Refilled
 """What workers say of a world that has lost one."""
 FromWorker = (

@@ -92,7 +92,8 @@ def memory_of(entries: Iterable[Entry]) -> Memory:
     """What the starts that a journal tells of leave for the next one; of any release's journal."""
     last_generation, ceiling, drained, evaluated, agents = -1, None, (), 0, 0
     for entry in entries:
-        last_generation = max(last_generation, entry.event.get("generation", -1))
+        for said in entry.event.get("messages", (entry.event,)):
+            last_generation = max(last_generation, said.get("generation", -1))
         if entry.event.get("type") == "evaluated":
             evaluated = max(evaluated, entry.event["step"])
         for action in entry.actions:

@@ -330,8 +330,8 @@ FromWorker = (
 
 @dataclass(frozen=True)
 class SaidTogether:
-    """What workers of one node have said at once of a handoff: one event for the journal, as many
-    for the core. numbers: of each message among all of its worker's."""
+    """What workers of one node have said at once of a handoff or a recovery: one event for the
+    journal, as many for the core. numbers: of each message among all of its worker's."""
 
     messages: tuple[m.OfManyAtOnce, ...]
     numbers: tuple[int, ...]

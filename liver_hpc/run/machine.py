@@ -68,10 +68,11 @@ class Run(Lifecycle):
     def _settle(self, event: e.Event) -> None:
         """What follows from the event for nodes, launches and handoffs. A step changes none of
         that, nor does an evaluation, unless the run file asks for something after it, nor what one
-        of many workers says in a handoff that goes on, and there are many of them."""
+        of many workers says in a start, handoff or recovery that goes on, and there are many."""
         of_training = isinstance(event, _OF_TRAINING)
-        of_attempt = isinstance(event, m.OfManyAtOnce) and not self.handoffs.idle
-        if self._state is ENDED or of_attempt or (of_training and not self.elastic.queue.waiting):
+        goes_on = not self.handoffs.idle or self._state in (STARTING, RECOVERING)
+        of_many = goes_on and isinstance(event, _OF_MANY)
+        if self._state is ENDED or of_many or (of_training and not self.elastic.queue.waiting):
             return
         if self._state is STARTING and self._may_launch and not self._launched:
             self._launch_first()
@@ -450,6 +451,7 @@ class Run(Lifecycle):
 
 Handler = Callable[[Run, Any], None]
 _OF_TRAINING = (m.StepDone, m.Evaluated, m.Verified, m.Saved)
+_OF_MANY = m.OfManyAtOnce | m.Restored
 OPEN = (STARTING, TRAINING, HANDING_OVER, RECOVERING, STOPPING)
 WITH_WORLD = (TRAINING, HANDING_OVER, RECOVERING, STOPPING)
 

@@ -35,9 +35,10 @@ class _Recovery:
     """One in progress.
 
     source: the world that was lost. halting: the world that is let go, it or one that was to take
-    its place. lingering: who has left, and has snapshots. lost: who is. held: what is left, by
-    worker; None while it has not said so. target, salvage, refilled: of REFILLING. unseated: who
-    has let go, but has no seat in the target.
+    its place. lingering: who has left, and has snapshots. lost: who is. awaited: who has still to
+    say what is left, or that it is filled. held: what is left, by worker. target, salvage,
+    refilled: of REFILLING. involved: who has a seat in the target, or gives a snapshot. unseated:
+    who has let go, but has no seat in the target.
     """
 
     source: WorldRef
@@ -46,20 +47,15 @@ class _Recovery:
     noticed_s: float
     lingering: frozenset[int]
     lost: list[int] = field(default_factory=list)
-    held: dict[int, tuple[m.HeldSnapshot, ...] | None] = field(default_factory=dict)
+    awaited: set[int] = field(default_factory=set)
+    held: dict[int, tuple[m.HeldSnapshot, ...]] = field(default_factory=dict)
     halted_s: float = math.nan
     target: WorldRef | None = None
     salvage: Salvage | None = None
+    involved: frozenset[int] = frozenset()
     unseated: tuple[int, ...] = ()
     refilled: dict[int, m.Refilled] = field(default_factory=dict)
     rounds: int = 0
-
-    @property
-    def involved(self) -> tuple[int, ...]:
-        """Who has a seat in the target, or gives a snapshot."""
-        assert self.target is not None
-        assert self.salvage is not None
-        return tuple(sorted({*self.target.rank_map.workers, *self.salvage.holders}))
 
 
 class Recoveries:
@@ -149,7 +145,8 @@ class Recoveries:
         wanted = [*workers]
         here = tuple(worker for worker in wanted if worker in present)
         now.lost += [w for w in wanted if w not in present and w not in now.lingering]
-        now.held, now.target, now.salvage = dict.fromkeys(here), None, None
+        now.held, now.awaited = dict.fromkeys(here, ()), {*here}
+        now.target = now.salvage = None
         if now.rounds > MOST_ROUNDS:
             self._give_up(f"it has begun {MOST_ROUNDS} times")
             return
@@ -169,16 +166,17 @@ class Recoveries:
             return
         if message.worker in now.held:  # else it was struck off before it said so
             now.held[message.worker] = message.held
+            now.awaited.discard(message.worker)
             self._refill_if_told()
 
     # ---- REFILLING
 
     def _refill_if_told(self) -> None:
         now = self._now
-        if now is None or any(held is None for held in now.held.values()):
+        if now is None or now.awaited:
             return
         now.halted_s = self._clock.now_s()
-        held = {worker: told or () for worker, told in now.held.items()}
+        held = now.held
         salvage = newest(held)
         if salvage is None:
             kept = ", ".join(f"{w}: {_told(each)}" for w, each in sorted(held.items())) or "nobody"
@@ -199,7 +197,9 @@ class Recoveries:
         self._handoffs.generation += 1
         now.target = WorldRef(self._handoffs.generation, rank_map)
         now.refilled = {}
-        self._agents.take(worker for worker in spares if worker in rank_map.workers)
+        now.involved = frozenset((*rank_map.workers, *salvage.holders))
+        now.awaited = {*now.involved}
+        self._agents.take(worker for worker in spares if worker in rank_map)
         refill = m.Refill(
             generation=now.target.generation,
             rank_map=m.WireRankMap.of(rank_map),
@@ -212,7 +212,7 @@ class Recoveries:
         )
         step, found = salvage.scalars.step, f"{salvage.layout} of generation {salvage.generation}"
         self._out.append(a.Note(f"back to step {step}, from {found}: {now.target}"))
-        now.unseated = tuple(worker for worker in held if worker not in rank_map.workers)
+        now.unseated = tuple(worker for worker in held if worker not in rank_map)
         # Who does not give anything, either, stays for what it has: this may come to nothing.
         self._agents.send(sorted({*now.involved, *now.unseated}), refill)
         limits = self._config.limits
@@ -237,14 +237,15 @@ class Recoveries:
         if message.worker not in now.involved:
             return
         now.refilled[message.worker] = message
-        if self._awaited():
+        now.awaited.discard(message.worker)
+        if now.awaited:
             return
         assert now.salvage is not None
         rank_map, target = now.target.rank_map, now.target
         if found := difference(now.salvage, rank_map, now.refilled):
             self._give_up(f"the world is not what the snapshots were: {found}")
             return
-        self._agents.send(now.involved, m.Proceed(generation=target.generation))
+        self._agents.send(sorted(now.involved), m.Proceed(generation=target.generation))
         known, step = self._handoffs.steps_done, now.salvage.scalars.step
         if known < step:
             self._out.append(a.Note(f"nobody has told of steps {known} to {step - 1}"))
@@ -294,6 +295,7 @@ class Recoveries:
         now.reason = f"{now.reason}; worker {worker} lost: {reason}"
         if now.target is None:
             now.held.pop(worker, None)
+            now.awaited.discard(worker)
             self._refill_if_told()
         else:
             self._again()
@@ -314,21 +316,14 @@ class Recoveries:
 
     def tick(self) -> None:
         """Whoever has not answered in time is given up, too."""
-        if self.deadline is None or not self.deadline.expired():
+        now = self._now
+        if now is None or self.deadline is None or not self.deadline.expired():
             return
-        late, limit_s = sorted(self._awaited()), self.deadline.limit_s
+        late, limit_s = sorted(now.awaited), self.deadline.limit_s
         self._agents.send(late, m.Exit(reason=f"did not answer for {limit_s:g} s"))
         for worker in late:
             if self.involves(worker):
                 self.lost(worker, f"did not answer for {limit_s:g} s")
-
-    def _awaited(self) -> set[int]:
-        now = self._now
-        if now is None:
-            return set()
-        if now.target is None:
-            return {worker for worker, held in now.held.items() if held is None}
-        return {*now.involved} - {*now.refilled}
 
     def _give_up(self, why: str) -> None:
         now, self._now, self.deadline = self._now, None, None

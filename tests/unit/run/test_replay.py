@@ -132,9 +132,10 @@ def test_agents_of_all_starts_are_counted() -> None:
     [
         entry(1, {"type": "step_done", "generation": 7}),
         entry(1, {"type": "transports", "generation": 7}),
+        entry(1, {"type": "said_together", "messages": [{"type": "refilled", "generation": 7}]}),
         entry(1, TICK, row(7)),
     ],
-    ids=["a step", "a world that stood", "an attempt"],
+    ids=["a step", "a world that stood", "worlds that stood", "an attempt"],
 )
 def test_no_number_of_a_world_or_an_attempt_is_used_again(last: Entry) -> None:
     journal = [entry(0, STARTED, row(3)), last, entry(2, STARTED)]
