@@ -15,7 +15,14 @@ from itertools import count
 from typing import Protocol
 
 from liver_hpc.clock import Clock
-from liver_hpc.protocol.messages import StoreAnswer, StoreAnswers, StoreAsk, StoreAsks, encode
+from liver_hpc.protocol.messages import (
+    VALUES_APART,
+    StoreAnswer,
+    StoreAnswers,
+    StoreAsk,
+    StoreAsks,
+    encode,
+)
 from liver_hpc.rendezvous.channel import Part
 
 
@@ -120,7 +127,7 @@ class StoreService:
     def _perform(self, channel: Posts, asked: StoreAsk) -> StoreAnswer | None:
         """The answer; None for what waits."""
         operation, keys, askers = asked.operation, asked.keys, asked.askers
-        if operation not in ("wait", "check") and len(keys) != 1:
+        if operation in ("set", "add") and len(keys) != 1:
             return StoreAnswer(askers=askers, error=f"{operation} takes one key, got {list(keys)}")
         match operation:
             case "set":
@@ -133,7 +140,7 @@ class StoreService:
             case "check":
                 return StoreAnswer(askers=askers, count=all(key in self._values for key in keys))
             case "delete":
-                return StoreAnswer(askers=askers, count=self._delete(keys[0]))
+                return StoreAnswer(askers=askers, count=sum(map(self._delete, keys)))
 
     def _find(self, channel: Posts, asked: StoreAsk) -> StoreAnswer | None:
         missing = {key for key in asked.keys if key not in self._values}
@@ -149,7 +156,8 @@ class StoreService:
         return None
 
     def _found(self, asked: StoreAsk) -> StoreAnswer:
-        value = self._values[asked.keys[0]] if asked.operation == "get" else ""
+        wanted = asked.keys if asked.operation == "get" else ()
+        value = VALUES_APART.join(self._values[key] for key in wanted)
         return StoreAnswer(askers=asked.askers, value=value)
 
     def _add(self, asked: StoreAsk) -> StoreAnswer:

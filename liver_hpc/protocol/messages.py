@@ -639,6 +639,9 @@ class Reply(Message, type="reply"):
 # ---- store: the key-value store from which process groups are built
 
 
+VALUES_APART = ","
+
+
 class _StoreOperation(_Frozen):
     """One operation of torch's Store interface; `value` is base64."""
 
@@ -650,8 +653,8 @@ class _StoreOperation(_Frozen):
 
 
 class _StoreResult(_Frozen):
-    """What was asked for is in `value` or `count`. `error` is empty on success; a timed-out wait
-    lists the keys that never came."""
+    """What was asked for is in `value`, of several keys with VALUES_APART between, or in `count`.
+    `error` is empty on success; a timed-out wait lists the keys that never came."""
 
     value: str = ""
     count: int = 0

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.protocol.messages import StoreReply, StoreRequest
+from liver_hpc.protocol.messages import VALUES_APART, StoreReply, StoreRequest
 
 _REPLY_MARGIN_S = 15.0
 """How much longer than the request's own timeout the reply may take."""
@@ -61,7 +61,11 @@ class ControlStore(dist.Store):  # type: ignore[misc,name-defined]
         self._ask("set", (key,), value=_encoded(value))
 
     def get(self, key: str) -> bytes:
-        return base64.b64decode(self._ask("get", (key,)).value)
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        values = self._ask("get", tuple(keys)).value
+        return [base64.b64decode(value) for value in values.split(VALUES_APART)]
 
     def add(self, key: str, amount: int) -> int:
         return self._ask("add", (key,), amount=amount).count
@@ -74,7 +78,11 @@ class ControlStore(dist.Store):  # type: ignore[misc,name-defined]
         return bool(self._ask("check", tuple(keys)).count)
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._ask("delete", (key,)).count)
+        return bool(self.delete_keys([key]))
+
+    def delete_keys(self, keys: list[str]) -> int:
+        """torch has no such request. Returns how many there were."""
+        return self._ask("delete", tuple(keys)).count
 
     def close(self) -> None:
         self._closed = True

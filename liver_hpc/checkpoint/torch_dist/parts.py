@@ -163,9 +163,8 @@ class Peers:
             return []
         with self._asked() as store:
             store.wait(keys, timedelta(seconds=self._limit_s))
-            told = [store.get(key).decode().rstrip() for key in keys]
-            for key in keys:
-                store.delete_key(key)
+            told = [value.decode().rstrip() for value in store.multi_get(keys)]
+            store.delete_keys(keys)
         return [f"rank {rank}: {problem}" for rank, problem in enumerate(told, 1) if problem]
 
 

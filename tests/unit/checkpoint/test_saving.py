@@ -6,6 +6,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +21,25 @@ from liver_hpc.checkpoint.newest import newest_checkpoint
 from liver_hpc.checkpoint.saving import LONGEST_S, SHORTEST_S, Saving, interval_s
 from liver_hpc.checkpoint.torch_dist.parts import Peers
 from liver_hpc.clock import Clock, FakeClock, SystemClock
-from liver_hpc.errors import CheckpointError, LiverError, PlanError
+from liver_hpc.coordinator.store import StoreService
+from liver_hpc.errors import CheckpointError, DeadlineError, LiverError, PlanError
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.tensors import PARAMETER, Box
 from liver_hpc.protocol.events import WorldRef
-from liver_hpc.protocol.messages import AtBoundary, FromWorker, Saved
+from liver_hpc.protocol.messages import (
+    AtBoundary,
+    FromWorker,
+    Saved,
+    StoreAnswers,
+    StoreAsks,
+    StoreReply,
+    StoreRequest,
+    decode,
+)
+from liver_hpc.rendezvous.channel import Part
 from liver_hpc.run.events import CheckpointWritten
 from liver_hpc.transport.lane import InlineLane
+from liver_hpc.world.store import ControlStore
 from tests.late_device import Machines
 from tests.late_worlds import SEED, LateRun, late_worlds
 from tests.unit.checkpoint.disk import (
@@ -531,6 +544,61 @@ def test_a_save_that_training_would_wait_for_does_not_begin_in_a_world_that_is_t
     with pytest.raises(CheckpointError, match="halted"):
         seat.saving.now(seat.world, 4, tmp_path, check)
     assert seat.said == []
+
+
+class Line:
+    """To a store service in this process. asked: the operations."""
+
+    def __init__(self) -> None:
+        self.service = StoreService(FakeClock(), gather_s=0.0)
+        self.asked: list[str] = []
+        self._answers: dict[int, Future[StoreReply]] = {}
+
+    def open_store(self) -> ControlStore:
+        return ControlStore(self._ask, WAIT_S)
+
+    def _ask(self, request: StoreRequest) -> Future[StoreReply]:
+        number = len(self.asked)
+        self.asked.append(request.operation)
+        answer = self._answers[number] = Future()
+        numbered = request.model_copy(update={"number": number})
+        self.service.ask(self, StoreAsks.of([(0, numbered)]))
+        self.service.expire()
+        return answer
+
+    def post(self, parts: list[Part]) -> None:
+        for answers in (decode(part.data) for part in parts):
+            assert isinstance(answers, StoreAnswers)
+            for _, reply in answers.replies():
+                self._answers.pop(reply.number).set_result(reply)
+
+
+@pytest.fixture
+def line() -> Iterator[Line]:
+    made = Line()
+    yield made
+    made.service.close()
+
+
+@pytest.mark.parametrize("ranks", [4, 64])
+def test_what_became_of_all_parts_is_asked_with_as_few_requests_as_of_some(
+    line: Line, ranks: int
+) -> None:
+    peers = Peers(line.open_store, "p", 0.0)
+    for rank in range(1, ranks):
+        peers.tell(rank, "the disk is full" if rank == 2 else "")
+    line.asked.clear()
+    assert peers.problems(ranks) == ["rank 2: the disk is full"]
+    assert line.asked == ["wait", "get", "delete"]
+    assert not line.service._values, "nothing is left in the store"
+
+
+def test_a_part_of_which_nobody_tells_is_named(line: Line) -> None:
+    peers = Peers(line.open_store, "p", 0.0)
+    for rank in (1, 3):
+        peers.tell(rank, "")
+    with pytest.raises(DeadlineError, match=r"waited 0 s; missing keys \['p/2'\]$"):
+        peers.problems(4)
 
 
 def test_peers_that_were_closed_are_not_asked() -> None:

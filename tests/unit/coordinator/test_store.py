@@ -98,8 +98,18 @@ def test_delete_says_whether_there_was_one(ask: Asker) -> None:
     assert ask("delete", "a").count == 0
 
 
+def test_several_are_got_and_deleted_at_once(ask: Asker) -> None:
+    ask("set", "a", value=text("1"))
+    number = ask.begin("get", "a", "b", timeout_s=10.0)
+    assert number not in ask.replies
+    ask("set", "b", value=text("2"))
+    assert ask.replies[number].value == f"{text('1')},{text('2')}"
+    assert ask("delete", "a", "b", "c").count == 2
+    assert ask("check", "a").count == ask("check", "b").count == 0
+
+
 def test_an_operation_on_one_key_refuses_several(ask: Asker) -> None:
-    assert ask("get", "a", "b").error == "get takes one key, got ['a', 'b']"
+    assert ask("set", "a", "b").error == "set takes one key, got ['a', 'b']"
 
 
 def test_a_wait_ends_when_its_last_key_comes(ask: Asker) -> None:
