@@ -106,8 +106,9 @@ class Contents(Held):
         ]
         if others:
             raise CheckpointError(
-                f"{self.path} has another schedule than the job's arguments: {'; '.join(others)}. "
-                "With --override-opt-param-scheduler the arguments hold"
+                f"{self.path} has another schedule than the job's arguments (steps are samples): "
+                f"{'; '.join(others)}. To go on by the checkpoint's, write its values into the "
+                "arguments; with --override-opt-param-scheduler the arguments hold"
             )
 
 

@@ -91,6 +91,10 @@ NO_EFFECT = (
     Group(
         "loss scales are of fp16", "initial_loss_scale min_loss_scale loss_scale_window hysteresis"
     ),
+    Group(
+        "a checkpoint with another schedule than the arguments' is refused",
+        "use_checkpoint_opt_param_scheduler",
+    ),
     Group("it is always so", "use_mcore_models deprecated_use_mcore_models"),
 )
 
@@ -196,8 +200,7 @@ REFUSED = (
           """decoupled_lr decoupled_min_lr head_lr_mult use_mup mup_* apply_wd_to_qk_layernorm
           no_weight_decay_cond_type freeze_all_layers"""),
     Group("the runtime's schedule has none",
-          """lr_decay_style=constant|linear|cosine|WSD lr_warmup_init=0
-          use_checkpoint_opt_param_scheduler""",
+          "lr_decay_style=constant|linear|cosine|WSD lr_warmup_init=0",
           "constant, linear, cosine and WSD decay from a warm-up that begins at 0"),
     Group("weight decay is the same at every step",
           "weight_decay_incr_style=constant start_weight_decay end_weight_decay",

@@ -112,7 +112,7 @@ def test_another_schedule_is_refused_by_its_keys() -> None:
     saved.check_schedule({"max_lr": 1e-3, "lr_decay_steps": 80.0, "start_wd": 0.1})
     with pytest.raises(CheckpointError, match="lr_decay_steps 80, wanted 160; max_lr ") as error:
         saved.check_schedule({"lr_decay_steps": 160, "max_lr": 2e-3})
-    assert "With --override-opt-param-scheduler the arguments hold" in str(error.value)
+    assert "write its values into the arguments; with --override-opt-param-" in str(error.value)
 
 
 def test_a_batch_with_other_samples_is_refused() -> None:

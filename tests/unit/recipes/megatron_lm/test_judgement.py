@@ -40,7 +40,6 @@ REFUSED = {
     "--use-mup": "all parameters have one learning rate",
     "--lr-decay-style inverse-square-root": "constant, linear, cosine and WSD decay",
     "--lr-warmup-init 1e-6": "the runtime's schedule has none",
-    "--use-checkpoint-opt_param-scheduler": "the runtime's schedule has none",
     "--weight-decay-incr-style cosine": "weight decay is the same at every step",
     "--qk-clip": "the weights are changed after the optimizer's step",
     "--cuda-graph-impl local": "a CUDA graph replays",
@@ -103,6 +102,7 @@ def test_all_are_told_at_once(tmp_path: Path) -> None:
     [
         "--optimizer adam", "--optimizer=adam", "--ckpt-format torch_dist", "--lr-warmup-init 0.0",
         "--dataloader-type single", "--cp-comm-type p2p all_gather", "--exp-avg-dtype fp32",
+        "--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler",
         "--weight-decay-incr-style constant", "--num-distributed-optimizer-instances 1",
         "--bf16", "--num-experts 4 --moe-router-load-balancing-type aux_loss seq_aux_loss",
         "--use-flash-attn --swiglu --no-rope-fusion --disable-bias-linear", "--own-option 3",
@@ -127,7 +127,8 @@ def test_words_about_layouts_are_left_out() -> None:
 def test_what_is_left_out_or_has_no_effect_is_told() -> None:
     text = (
         "--context-parallel-size 2 --log-interval 10 --wandb-project p --async-save "
-        "--exit-duration-in-mins 60 --no-load-rng --disable-gloo-process-groups"
+        "--exit-duration-in-mins 60 --no-load-rng --disable-gloo-process-groups "
+        "--use-checkpoint-opt_param-scheduler"
     )
     assert [note.partition(": ")[2] for note in notes_of_options(text.split())] == [
         "the run's `layouts` decide, so these are left out: --context-parallel-size 2",
@@ -140,6 +141,8 @@ def test_what_is_left_out_or_has_no_effect_is_told() -> None:
         "--no-load-rng",
         "without effect here, as groups, buffers and streams are the runtime's: "
         "--disable-gloo-process-groups",
+        "without effect here, as a checkpoint with another schedule than the arguments' is "
+        "refused: --use-checkpoint-opt_param-scheduler",
     ]
     assert notes_of_options(JOB.split()) == []
 
