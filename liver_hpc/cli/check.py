@@ -209,6 +209,9 @@ def _check_schedule(config: RunConfig) -> Iterator[str]:
             f"schedule.wsd_decay_steps is {tail:g}, wanted at most what comes after the warm-up, "
             f"{decay - schedule.warmup_steps:g}"
         )
+    if schedule.warmup_init > optimizer.lr:
+        init = f"schedule.warmup_init is {schedule.warmup_init:g}"
+        yield f"{init}, more than optimizer.lr {optimizer.lr:g}"
     if schedule.style != "constant" and optimizer.min_lr > optimizer.lr:
         yield f"optimizer.min_lr is {optimizer.min_lr:g}, more than optimizer.lr {optimizer.lr:g}"
 

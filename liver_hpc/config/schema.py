@@ -128,6 +128,7 @@ class ScheduleSection(Section):
 
     style: Literal["constant", "linear", "cosine", "WSD"] = "cosine"
     warmup_steps: Annotated[float, Field(ge=0)] = 0
+    warmup_init: Annotated[float, Field(ge=0)] = 0
     decay_steps: Annotated[float, Field(gt=0)] | None = None
     wsd_decay_steps: Annotated[float, Field(gt=0)] | None = None
     wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"

@@ -68,7 +68,7 @@ def build_scheduler(recipe: Recipe, chained: Any) -> OptimizerParamScheduler:
     options, schedule = recipe.config.optimizer, recipe.config.schedule
     return OptimizerParamScheduler(
         chained,
-        init_lr=0.0,
+        init_lr=schedule.warmup_init,
         max_lr=options.lr,
         min_lr=options.min_lr,
         lr_warmup_steps=schedule.warmup_steps,

@@ -31,6 +31,11 @@ def rates(device: Any, **schedule: Any) -> list[float]:
     return seen
 
 
+def test_a_warm_up_that_does_not_begin_at_0(device: Any) -> None:
+    seen = rates(device, style="constant", warmup_steps=4, warmup_init=0.2)
+    assert seen == pytest.approx([0.2, 0.4, 0.6, 0.8, *7 * [1.0]])
+
+
 @pytest.mark.parametrize(
     ("style", "tail"),
     [

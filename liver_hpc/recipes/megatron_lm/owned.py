@@ -41,6 +41,7 @@ NUMBERS: Mapping[str, tuple[Callable[[str], Any], Any]] = {
     "lr_warmup_iters": (int, 0),
     "lr_warmup_samples": (int, 0),
     "lr_warmup_fraction": (float, None),
+    "lr_warmup_init": (float, 0.0),
     "eval_interval": (int, None),
     "eval_iters": (int, 100),
     "save": (str, None),
@@ -80,6 +81,7 @@ _OPTION_OF: Mapping[KeyPath, str] = {
     ("optimizer", "eps"): "adam_eps",
     ("optimizer", "clip_grad"): "clip_grad",
     ("schedule", "style"): "lr_decay_style",
+    ("schedule", "warmup_init"): "lr_warmup_init",
 }
 """Keys that are one option's value as it stands."""
 
@@ -212,8 +214,9 @@ def _contradictory(job: Owned) -> Iterator[str]:
         yield "--overlap-param-gather wants --overlap-grad-reduce, as Megatron does"
     if job["lr_decay_style"] == "WSD" and not any(job[name] for name in _WSD_LENGTHS):
         yield "--lr-decay-style WSD wants --lr-wsd-decay-iters or --lr-wsd-decay-samples"
-    if job["lr"] is not None and job["min_lr"] > job["lr"]:
-        yield f"--min-lr {job['min_lr']:g} is more than --lr {job['lr']:g}"
+    for name in ("min_lr", "lr_warmup_init"):
+        if job["lr"] is not None and job[name] > job["lr"]:
+            yield f"{flag(name)} {job[name]:g} is more than --lr {job['lr']:g}"
 
 
 def _ramp_problems(job: Owned) -> Iterator[str]:

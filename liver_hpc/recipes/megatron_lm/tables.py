@@ -36,7 +36,7 @@ OWNED = """train_iters train_samples global_batch_size rampup_batch_size micro_b
     overlap_grad_reduce overlap_param_gather ddp_bucket_size
     lr min_lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad
     lr_decay_iters lr_decay_samples lr_wsd_decay_*
-    lr_warmup_iters lr_warmup_samples lr_warmup_fraction
+    lr_warmup_iters lr_warmup_samples lr_warmup_fraction lr_warmup_init
     eval_interval eval_iters save save_interval persistent_save_interval load data_path split
     finetune pretrained_checkpoint no_load_optim
     exit_on_missing_checkpoint mock_data train_data_path valid_data_path test_data_path
@@ -200,8 +200,7 @@ REFUSED = (
           """decoupled_lr decoupled_min_lr head_lr_mult use_mup mup_* apply_wd_to_qk_layernorm
           no_weight_decay_cond_type freeze_all_layers"""),
     Group("the runtime's schedule has none",
-          "lr_decay_style=constant|linear|cosine|WSD lr_warmup_init=0",
-          "constant, linear, cosine and WSD decay from a warm-up that begins at 0"),
+          "lr_decay_style=constant|linear|cosine|WSD", "constant, linear, cosine and WSD decay"),
     Group("weight decay is the same at every step",
           "weight_decay_incr_style=constant start_weight_decay end_weight_decay",
           "--weight-decay"),

@@ -39,7 +39,6 @@ REFUSED = {
     "--decoupled-lr 1e-4": "all parameters have one learning rate",
     "--use-mup": "all parameters have one learning rate",
     "--lr-decay-style inverse-square-root": "constant, linear, cosine and WSD decay",
-    "--lr-warmup-init 1e-6": "the runtime's schedule has none",
     "--weight-decay-incr-style cosine": "weight decay is the same at every step",
     "--qk-clip": "the weights are changed after the optimizer's step",
     "--cuda-graph-impl local": "a CUDA graph replays",
@@ -100,7 +99,7 @@ def test_all_are_told_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "--optimizer adam", "--optimizer=adam", "--ckpt-format torch_dist", "--lr-warmup-init 0.0",
+        "--optimizer adam", "--optimizer=adam", "--ckpt-format torch_dist",
         "--dataloader-type single", "--cp-comm-type p2p all_gather", "--exp-avg-dtype fp32",
         "--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler",
         "--weight-decay-incr-style constant", "--num-distributed-optimizer-instances 1",

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from liver_hpc.recipes.megatron_lm.arguments import schedule_to_load
+from liver_hpc.recipes.megatron_lm.arguments import derived_from, schedule_to_load
 from liver_hpc.recipes.megatron_lm.judgement import Kind, entry_of
 from tests.unit.recipes.megatron_lm import megatron_parser
 from tests.unit.recipes.megatron_lm.jobs import JOB
@@ -26,7 +26,8 @@ pytestmark = [
 SAMPLES = JOB.replace("--train-iters 1000", "--train-samples 8100")
 JOBS = [
     f"{JOB} --lr-warmup-fraction 0.013 --lr-decay-iters 777 --bf16 --swiglu --eval-interval 10",
-    f"{SAMPLES} --lr-warmup-samples 100 --lr-decay-style cosine --weight-decay 0.1",
+    f"{SAMPLES} --lr-warmup-samples 100 --lr-decay-style cosine --weight-decay 0.1 "
+    "--lr-warmup-init 1e-5",
 ]
 
 
@@ -45,6 +46,8 @@ def test_megatron_makes_the_same_of_a_job(job: str) -> None:
     found = of_megatron(job)
     assert (found["judged"], found["agreement"]) == ([], [])
     assert found["schedule"].items() >= schedule_to_load(job.split()).items()
+    init = derived_from(job.split())["schedule", "warmup_init"]
+    assert found["schedule"]["init_lr"] == init.value
     assert unjudged(found["options"]) == []
 
 
