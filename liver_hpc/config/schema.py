@@ -194,6 +194,9 @@ class TrainSection(Section):
     beside the next step; a run whose copies differ fails.
 
     `read_ahead`: so many micro-batches are read before they are computed, beside training; 0: none.
+
+    `stop_every_steps`: a run stops, with a checkpoint, after the first of its steps whose number
+    this divides; one that is resumed then goes on to the next one.
     """
 
     steps: PositiveInt
@@ -206,6 +209,12 @@ class TrainSection(Section):
     bucket_elements: PositiveInt = 40_000_000
     read_ahead: NonNegativeInt = 4
     verify_every_steps: PositiveInt | None = None
+    stop_every_steps: PositiveInt | None = None
+
+    def last_step(self, begun: int) -> int:
+        """How many steps are done where a run ends that goes on after `begun`."""
+        every = self.stop_every_steps
+        return self.steps if every is None else min(self.steps, (begun // every + 1) * every)
 
     @model_validator(mode="after")
     def _overlap(self) -> TrainSection:

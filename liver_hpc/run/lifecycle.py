@@ -358,11 +358,16 @@ class Lifecycle:
         if len(finished) < len(workers) or not finished.issuperset(workers):
             return
         steps, done = self.config.train.steps, self._steps_done
+        every = self.config.train.stop_every_steps
         if done >= steps:
             self._end(Ending.FINISHED, f"all {steps} steps are done")
         elif self._stop_reason:
             saved = f"; {self._saved(done)}" if self._stop_saves else ""
             self._end(self._stop_as, self._stop_reason + saved)
+        elif every is not None and done % every == 0:
+            saves = self.config.checkpoint.every_steps is not None
+            saved = f"; {self._saved(done)}" if saves else ""
+            self._end(Ending.STOPPED, f"train.stop_every_steps is {every}{saved}")
         else:
             self._fail(f"the workers ended after {done} of {steps} steps")
 
@@ -477,7 +482,7 @@ class Lifecycle:
         last, train = self.recorder.last_step, self.config.train
         if last is None or took_s is None:
             return None
-        return took_s * (steps_between(train, last.step, train.steps) - 1)
+        return took_s * (steps_between(train, last.step, train.last_step(last.step)) - 1)
 
     def snapshot(self, now_s: float, last_event: str, metrics_error: str) -> StatusSnapshot:
         """The run at one moment, for people; `last_event` is the newest note."""

@@ -118,7 +118,7 @@ class RequestQueue:
         """After `step` steps: until the run file asks for something, or else to the run's end. In
         steps of as many samples as the next one has."""
         train = self._config.train
-        until = self._notices[0].at_step if self._notices else train.steps
+        until = self._notices[0].at_step if self._notices else train.last_step(step)
         return steps_between(train, step, until)
 
     # ---- requests from outside

@@ -57,6 +57,7 @@ class WorldHolder:
         self.session: Session | None = None
         self.proceed = threading.Event()
         self.step = 0
+        self._last = context.config.train.steps  # how many are done where this start ends
         self._context = context
         self._limits = context.config.limits
         self._snapshots = Snapshots(context)
@@ -121,6 +122,7 @@ class WorldHolder:
         """What was made is the world that trains next."""
         self._world, self._making = world, None
         self._context.device.world_begins()
+        self._last = self._context.config.train.last_step(self.step)
         self._stands.set()
         self._step_begins_s = self._context.clock.now_s()
 

@@ -132,7 +132,8 @@ class Trainer(WorldHolder):
     # ---- steps
 
     def train(self) -> None:
-        """Trains until the last step, or until all agree to stop. Raises LeftWorld on a leaver.
+        """Trains until this start's last step, or until all agree to stop. Raises LeftWorld on a
+        leaver.
 
         A step begins where what the thread did before it ended: what is late between two steps
         makes the second one longer, and is counted.
@@ -141,7 +142,7 @@ class Trainer(WorldHolder):
         if self._owes_evaluation:
             self._owes_evaluation = False
             self._evaluate_if_due()
-        while self.step < self._context.config.train.steps:
+        while self.step < self._last:
             world = self._world
             assert world is not None, "train without a world"
             started_s, before = self._step_begins_s, self.session
@@ -175,7 +176,7 @@ class Trainer(WorldHolder):
                     self._save(self._context.checkpoints)
                 break  # an evaluation that is due here is done when the run goes on
             ended_s = self._evaluate_if_due() or ended_s
-            if result.ready == members and self.step < self._context.config.train.steps:
+            if result.ready == members and self.step < self._last:
                 assert session is not None
                 self._hand_off(session, world, ended_s)
                 saved, wanted = session.bounded, False  # joiners do not know of it
@@ -251,7 +252,7 @@ class Trainer(WorldHolder):
         """
         if not self._is_due(range(since + 1 if saved else since, self.step + 1), wanted):
             return
-        if self.step < self._context.config.train.steps:
+        if self.step < self._last:
             assert self._world is not None
             self._saving.begin(self._world, self.step)
             self._step_begins_s = self._context.clock.now_s()
@@ -260,11 +261,10 @@ class Trainer(WorldHolder):
             self._save(self._context.checkpoints)
 
     def _is_due(self, unsaved: range, wanted: bool) -> bool:
-        config = self._context.config
-        every, last = config.checkpoint.every_steps, config.train.steps
+        every = self._context.config.checkpoint.every_steps
         if every is None:
             return False
-        if last in unsaved:  # whatever the interval: it is what the run was for
+        if self._last in unsaved:  # whatever the interval: it is what the run was for
             return True
         return wanted if every == "auto" else any(step % every == 0 for step in unsaved)
 
@@ -391,6 +391,7 @@ class Trainer(WorldHolder):
         self._forget(session)
         self._step_begins_s = crossed.ended_s
         if self._world is not None:
+            self._last = self._context.config.train.last_step(crossed.scalars.step)
             self.step = crossed.scalars.step + 1
             assert crossed.first_step is not None
             self._report(self._world, crossed.first_step, crossed.started_s, crossed.ended_s)

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from liver_hpc.config.schema import EvalSection
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol.messages import (
@@ -106,6 +108,26 @@ def test_an_evaluation_comes_before_the_handoff_and_not_before_a_stop(tmp_path: 
     assert 4.0 < done.loss < 6.0, "about the logarithm of 128 words"
     assert answer["stood_s"] == [done.ended_s], "from where the handoff's lost time counts"
     assert answer["bounds_s"][2][0] == done.ended_s, "it is in no step"
+
+
+def stops_by_interval(process: WorkerProcess, begun: int) -> tuple[Any, Any]:
+    """Where a start ends that goes on after `begun` steps, and how often it has saved."""
+    recipe = tiny_recipe()
+    train = recipe.config.train.model_copy(update={"stop_every_steps": 3})
+    recipe.config = recipe.config.model_copy(update={"train": train})
+    sent: list[Any] = []
+    trainer = trainer_of(process, recipe, sent)
+    trainer.step = begun
+    trainer._stand(trainer._world)
+    with mock.patch.object(trainer, "_save") as save:
+        trainer.train()
+    return [message.step for message in sent if isinstance(message, Finished)], save.call_count
+
+
+@pytest.mark.parametrize(("begun", "ends"), [(0, 3), (2, 3), (3, 6)])
+def test_a_start_ends_at_the_next_multiple(tmp_path: Path, begun: int, ends: int) -> None:
+    (answer,) = run_workers(stops_by_interval, 1, tmp_path, begun)
+    assert answer == ([ends], 1)
 
 
 def went_back(process: WorkerProcess, step: int, adams: int) -> tuple[Any, Any]:

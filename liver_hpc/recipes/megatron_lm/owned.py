@@ -23,6 +23,7 @@ NUMBERS: Mapping[str, tuple[Callable[[str], Any], Any]] = {
     "train_samples": (int, None),
     "global_batch_size": (int, None),
     "micro_batch_size": (int, None),
+    "exit_interval": (int, None),
     "seed": (int, 1234),
     "ddp_bucket_size": (int, None),
     "lr": (float, None),
@@ -88,6 +89,7 @@ _OPTION_OF: Mapping[KeyPath, str] = {
 KEYS: Mapping[KeyPath, tuple[str, ...]] = {
     ("train", "steps"): ("train_iters", "train_samples", "global_batch_size", RAMP),
     ("train", "rampup"): (RAMP,),
+    ("train", "stop_every_steps"): ("exit_interval",),
     **{key: (name,) for key, name in _OPTION_OF.items()},
     ("train", "bucket_elements"): ("ddp_bucket_size",),
     ("schedule", "decay_steps"): ("lr_decay_iters", "lr_decay_samples", "train_iters"),
@@ -329,6 +331,8 @@ def _length(job: Owned) -> _Values:
         yield ("train", "rampup"), None, f"no {flag(RAMP)}"
     else:
         yield ("train", "rampup"), ramp.model_dump(), job.source(RAMP)
+    if job["exit_interval"]:
+        yield ("train", "stop_every_steps"), job["exit_interval"], job.source("exit_interval")
     if job["ddp_bucket_size"] is not None:
         yield ("train", "bucket_elements"), job["ddp_bucket_size"], job.source("ddp_bucket_size")
 

@@ -32,8 +32,8 @@ LAYOUT = Group(
 )
 """Taken out of the words before the script is run; each layout gives its own."""
 
-OWNED = """train_iters train_samples global_batch_size rampup_batch_size micro_batch_size seed
-    overlap_grad_reduce overlap_param_gather ddp_bucket_size
+OWNED = """train_iters train_samples exit_interval global_batch_size rampup_batch_size
+    micro_batch_size seed overlap_grad_reduce overlap_param_gather ddp_bucket_size
     lr min_lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad
     lr_decay_iters lr_decay_samples lr_wsd_decay_*
     lr_warmup_iters lr_warmup_samples lr_warmup_fraction lr_warmup_init
@@ -236,8 +236,7 @@ REFUSED = (
     Group("validation takes eval-iters global batches of one validation set",
           """full_validation multiple_validation_sets validation_set_names start_eval_at_iter
           eval_global_batch_size eval_micro_batch_size"""),
-    Group("a run trains to its end", "skip_train exit_interval",
-          "train.steps, and `liver stop`"),
+    Group("a run trains to its end", "skip_train", "leave it out"),
     Group("model.args is where arguments are", "yaml_cfg"),
     Group("it is of another kind of training",
           """perform_rl_step rl_* grpo_* langrl_* refit_method

@@ -142,6 +142,13 @@ def test_workers_that_end_too_early_fail_the_run(make: Start) -> None:
     assert (outcome.state, outcome.reason) == ("failed", "the workers ended after 3 of 60 steps")
 
 
+def test_a_run_stops_where_its_interval_says(make: Start) -> None:
+    run = make(train={"steps": 60, "global_batch": 8, "stop_every_steps": 3})
+    run.cluster.train(3, last=True)
+    state, why = "stopped", "train.stop_every_steps is 3; checkpoint of step 3 is not complete; "
+    assert run.outcome() == Outcome(state, why + "there is none", 3)
+
+
 def test_workers_that_do_not_stop_fail_the_run_and_are_named(make: Start) -> None:
     run = make(deadlines={"boundary_s": 0.3})
     run.cluster.workers[1].script.mute = True

@@ -136,6 +136,7 @@ def test_the_schedule_that_a_loaded_checkpoint_must_have() -> None:
         ("--lr-decay-style cosine", "schedule.style", "cosine"),
         ("--lr-warmup-init 1e-5", "schedule.warmup_init", 1e-5),
         ("--seed 7", "train.seed", 7),
+        ("--exit-interval 10", "train.stop_every_steps", 10),
         ("--overlap-grad-reduce", "train.overlap_grad_reduce", True),
         ("--ddp-bucket-size 1000", "train.bucket_elements", 1000),
         ("--eval-interval 50", "eval.every_steps", 50),

@@ -61,7 +61,6 @@ REFUSED = {
     "--full-validation": "global batches of one validation set",
     "--multiple-validation-sets": "global batches of one validation set",
     "--skip-train": "a run trains to its end",
-    "--exit-interval 10": "a run trains to its end",
     "--yaml-cfg job.yaml": "model.args is where arguments are",
     "--init-model-with-meta-device": "parameters have memory before",
     "--use-legacy-models": "the model is Megatron core's",
