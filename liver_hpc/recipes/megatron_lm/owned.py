@@ -15,7 +15,7 @@ from liver_hpc.config.megatron_checkpoint import TRACKER_FILE
 from liver_hpc.config.problems import KeyPath
 from liver_hpc.config.schema import RampupSection, TrainSection
 from liver_hpc.errors import ConfigError
-from liver_hpc.layout.ramp import first_step_after, samples_before, stretches
+from liver_hpc.layout.ramp import first_step_after, samples_before, step_of
 from liver_hpc.recipes.megatron_lm.words import options_of
 
 NUMBERS: Mapping[str, tuple[Callable[[str], Any], Any]] = {
@@ -239,14 +239,6 @@ def _ramp_problems(job: Owned) -> Iterator[str]:
             f"{told}: wanted an increment that leads from START to more, to --global-batch-size "
             f"{whole}"
         )
-    elif whole is not None and job["train_samples"] is not None:
-        after = first_step_after(_ramped(job))
-        end = samples_before(_ramped(job), after)
-        if job["train_samples"] < end:
-            yield (
-                f"{told}: wanted --train-samples of at least {end}, where the ramp-up ends; it is "
-                f"{job['train_samples']}"
-            )
 
 
 def ramp_of(words: Sequence[str] | None) -> RampupSection | None:
@@ -258,16 +250,13 @@ def ramp_of(words: Sequence[str] | None) -> RampupSection | None:
 
 
 def steps_of(train_samples: int, global_batch: int, ramp: Sequence[str] | None) -> int:
-    """How many steps a job has that counts samples: as many as are whole (`update_train_iters`).
-    ramp: the words of --rampup-batch-size, which ends before the job does."""
+    """How many steps a job has that counts samples: as many as are whole, but in a ramp-up all that
+    begin by then (`update_train_iters`). ramp: the words of --rampup-batch-size."""
     train = TrainSection(steps=1, global_batch=global_batch, rampup=ramp_of(ramp))
-    last = stretches(train)[-1]
-    return last.first_step + (train_samples - last.first_sample) // global_batch
-
-
-def _ramped(job: Owned) -> TrainSection:
-    batch = job["global_batch_size"]
-    return TrainSection(steps=1, global_batch=batch, rampup=ramp_of(job[RAMP]))
+    after = first_step_after(train)
+    if train_samples < (end := samples_before(train, after)):
+        return step_of(train, train_samples) + 1
+    return after + (train_samples - end) // global_batch
 
 
 def lacks_checkpoint(job: Owned) -> bool:
