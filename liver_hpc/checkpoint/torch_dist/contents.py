@@ -24,6 +24,7 @@ from liver_hpc.protocol.messages import ScalarState
 MODEL_SPACE = "fully_reshardable"
 BUCKET_SPACE = "dp_reshardable"
 _SHARDING = "distrib_optim_sharding_type"
+_ONCE_MORE = "let the job save it once more (--dist-ckpt-optim-fully-reshardable)"
 _STEPS = re.compile(r"^(chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer/")
 
 CONTENT: Mapping[str, Any] = {
@@ -54,20 +55,25 @@ class Held:
 class Contents(Held):
     """All that a job goes on from.
 
-    step: Megatron's iteration. layout: that saved it, which matters where the optimizer's state
-    lies as its buckets did (`by_buckets`). schedule: the state of Megatron's
+    step: Megatron's iteration. args: of the job that saved it. schedule: the state of Megatron's
     OptimizerParamScheduler.
     """
 
     step: int
     consumed_samples: int
     optimizer_step: int
-    layout: Layout
+    args: Mapping[str, Any]
     schedule: Mapping[str, Any]
 
     @property
     def by_buckets(self) -> bool:
         return self.content.get(_SHARDING) == BUCKET_SPACE
+
+    @property
+    def layout(self) -> Layout:
+        """That saved it, which matters where the optimizer's state lies as its buckets did
+        (`by_buckets`). Raises CheckpointError for one that no run can have."""
+        return _layout(self.path, self.args)
 
     def scalars(self, like: ScalarState, train: TrainSection) -> ScalarState:
         """The state that is in no tensor. like: that of the run's world; train: the run's.
@@ -134,7 +140,7 @@ def read_contents(path: Path) -> Contents:
     if sharding not in (None, BUCKET_SPACE, MODEL_SPACE):
         raise CheckpointError(
             f"{path} has the optimizer's state as {sharding}; wanted {BUCKET_SPACE} or "
-            f"{MODEL_SPACE}: let the job save it once more (--dist-ckpt-optim-fully-reshardable)"
+            f"{MODEL_SPACE}: {_ONCE_MORE}"
         )
     return Contents(
         path,
@@ -143,7 +149,7 @@ def read_contents(path: Path) -> Contents:
         step,
         int(args.get("consumed_train_samples", 0)),
         _optimizer_step(path, common, table),
-        _layout(path, args),
+        args,
         common.get("opt_param_scheduler") or {},
     )
 
@@ -187,7 +193,7 @@ def _layout(path: Path, args: Mapping[str, Any]) -> Layout:
     if args.get("num_experts") and expert_tp != tp:
         raise CheckpointError(
             f"{path} is of a job with --expert-tensor-parallel-size {expert_tp}, which must be its "
-            f"--tensor-model-parallel-size of {tp}"
+            f"--tensor-model-parallel-size of {tp}: {_ONCE_MORE}"
         )
     try:
         return Layout(
@@ -200,7 +206,9 @@ def _layout(path: Path, args: Mapping[str, Any]) -> Layout:
             sequence_parallel=tp > 1 and bool(args.get("sequence_parallel")),
         )
     except ConfigError as error:
-        raise CheckpointError(f"{path} says that it is of no layout: {error}") from error
+        raise CheckpointError(
+            f"{path} says that it is of no layout: {error}; {_ONCE_MORE}"
+        ) from error
 
 
 # ---- written

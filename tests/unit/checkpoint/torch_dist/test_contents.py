@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from liver_hpc.checkpoint.torch_dist import contents
 from liver_hpc.checkpoint.torch_dist.contents import common_state
+from liver_hpc.checkpoint.torch_dist.files import Table
+from liver_hpc.errors import CheckpointError
 from liver_hpc.layout.coordinates import Layout
 from tests.fakes import tiny_run
 from tests.unit.checkpoint.disk import scalar_state
@@ -30,6 +36,22 @@ def test_what_the_recipe_says_is_completed() -> None:
     schedule = state["opt_param_scheduler"]
     assert (schedule["num_steps"], schedule["lr_warmup_steps"]) == (40, 105.3)
     assert schedule["lr_decay_steps"] == 60 * 8
+
+
+def read(monkeypatch: pytest.MonkeyPatch, sharding: str) -> contents.Contents:
+    """A checkpoint of a job that shards its experts otherwise than the rest."""
+    sizes = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "num_experts": 4}
+    common = written(args=argparse.Namespace(**sizes))
+    common["content_metadata"]["distrib_optim_sharding_type"] = sharding
+    monkeypatch.setattr(contents, "read_table", lambda _path: Table({}, {}))
+    monkeypatch.setattr(contents, "read_common", lambda _path, _table: common)
+    return contents.read_contents(Path("saved"))
+
+
+def test_the_layout_that_saved_matters_in_buckets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not read(monkeypatch, contents.MODEL_SPACE).by_buckets
+    with pytest.raises(CheckpointError, match="parallel-size of 2: let the job save it once more"):
+        assert read(monkeypatch, contents.BUCKET_SPACE).layout
 
 
 def test_experts_of_their_own_ranks_have_an_optimizer_of_their_own() -> None:

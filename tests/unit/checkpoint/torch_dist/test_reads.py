@@ -37,7 +37,7 @@ def contents(rows: int, dtype: str = "float32", samples: int = 40) -> Contents:
             (((at, half), (0, COLS)), Place(f"__{number}_0.distcp", at, 1)) for at in (0, half)
         )
         tensors[f"{prefix}w"] = Tensor((rows, COLS), dtype, chunks)
-    return Contents(Path("saved"), Table(tensors, {}), CONTENT, 5, samples, 5, HERE, {})
+    return Contents(Path("saved"), Table(tensors, {}), CONTENT, 5, samples, 5, {}, {})
 
 
 @pytest.mark.parametrize(("rows", "zeros"), [(8, 4), (12, 0), (16, 0)])
