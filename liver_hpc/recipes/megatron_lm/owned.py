@@ -182,6 +182,11 @@ def _missing(job: Owned) -> Iterator[str]:
         yield "--eval-interval must be given, or --eval-iters 0: Megatron-LM divides by it"
     if job["save"] is not None and job["save_interval"] is None:
         yield "--save wants --save-interval, as Megatron does"
+    if job["load"] is not None and any(Path(job["load"]).glob("*/modelopt_state")):
+        yield (
+            f"--load {job['load']}: not supported, its modelopt_state has Megatron wrap the model, "
+            "which a run does not"
+        )
     missing = lacks_checkpoint(job) and weights_of(job) is None
     if job["exit_on_missing_checkpoint"] and missing:
         yield f"--load {job['load']}: there is no {TRACKER_FILE}, and --exit-on-missing-checkpoint"

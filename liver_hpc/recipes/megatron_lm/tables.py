@@ -253,6 +253,8 @@ REFUSED = (
           mrope_section transformer_impl=local|transformer_engine""",
           "decoder-only pretraining is what is supported"),
     Group("the model is Megatron core's", "use_legacy_models"),
+    Group("ModelOpt wraps the model, which a run does not",
+          "modelopt_enabled export_kd_teacher_load", "leave it out"),
     Group("it is another name of an option", "encoder_seq_length", "--seq-length"),
     Group("Megatron itself takes it no more",
           "batch_size warmup model_parallel_size checkpoint_activations moe_extended_tp"),

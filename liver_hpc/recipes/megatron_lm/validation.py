@@ -68,6 +68,10 @@ def refused(args: Any) -> list[str]:
             "--rampup-batch-size: megatron-core takes no notice of it from 0.18 on, so the plain "
             f"job trains with batches of {args.global_batch_size} from its first step; leave it out"
         )
+    if getattr(args, "modelopt_enabled", False):
+        problems.append(
+            "the script has ModelOpt wrap the model (modelopt_enabled), which is not here"
+        )
     if getattr(args, "moe_grouped_gemm", False) and args.transformer_impl != "transformer_engine":
         problems.append(
             "--moe-grouped-gemm: wants layers of Transformer Engine: others have all experts of a "

@@ -207,6 +207,14 @@ def test_a_checkpoint_is_loaded_where_there_is_one(tmp_path: Path) -> None:
     assert values(f"{more} --exit-on-missing-checkpoint")["checkpoint.load"] == str(tmp_path)
 
 
+@pytest.mark.parametrize("more", ["", "--finetune"])
+def test_a_checkpoint_whose_model_is_wrapped_is_refused(more: str, tmp_path: Path) -> None:
+    (tmp_path / TRACKER_FILE).write_text("7")
+    (tmp_path / "iter_0000007/modelopt_state").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="not supported, its modelopt_state has"):
+        values(f"--load {tmp_path} {more}")
+
+
 def test_finetuning_takes_the_weights_of_what_is_loaded(tmp_path: Path) -> None:
     more = f"--load {tmp_path} --finetune --no-load-optim --no-load-rng"
     assert not any(key.startswith("checkpoint") for key in values(more))

@@ -63,6 +63,7 @@ REFUSED = {
     "--skip-train": "a run trains to its end",
     "--yaml-cfg job.yaml": "model.args is where arguments are",
     "--init-model-with-meta-device": "parameters have memory before",
+    "--export-kd-teacher-load t": "ModelOpt wraps the model",
     "--use-legacy-models": "the model is Megatron core's",
     "--perform-rl-step": "it is of another kind of training",
     "--inference-dynamic-batching": "it is of another kind of training",

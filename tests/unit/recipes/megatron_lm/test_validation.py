@@ -69,6 +69,11 @@ def test_experts_by_groups_are_read_where_there_is_no_device(megatrons: Any) -> 
     assert validation.refused(args) == []
 
 
+def test_a_model_that_the_script_has_wrapped_is_refused() -> None:
+    (told,) = validation.refused(arguments(modelopt_enabled=True))
+    assert "modelopt_enabled" in told
+
+
 def test_a_job_that_counts_samples_and_evaluates_nothing() -> None:
     args = types.SimpleNamespace(
         train_samples=80,
