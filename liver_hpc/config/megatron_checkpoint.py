@@ -15,6 +15,8 @@ from liver_hpc.errors import CheckpointError
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 FORMAT_FILE = "metadata.json"
 METADATA_FILE = ".metadata"
+OWNER_FILE = ".liver-run"
+"""In the directory: the run whose checkpoints these are, where that is not above it."""
 COMMON_FILE = "common.pt"
 RELEASE = "release"
 """What a tracker file names, and a checkpoint is called, that holds weights alone."""

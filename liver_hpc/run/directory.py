@@ -17,6 +17,7 @@ import psutil
 from pydantic import TypeAdapter, ValidationError
 
 from liver_hpc.config.load import dump_run, load_run
+from liver_hpc.config.megatron_checkpoint import OWNER_FILE
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.host.files import whose, write_whole
@@ -33,8 +34,6 @@ from liver_hpc.run.secret import create_secret
 _CLOCKS_S = 60.0
 """How far the clock of a file system may be behind."""
 LATEST = "latest"
-OWNER_FILE = ".liver-run"
-"""In a directory of checkpoints: the run whose they are, where that is not above it."""
 
 Kind = TypeVar("Kind")
 

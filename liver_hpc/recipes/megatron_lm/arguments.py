@@ -71,6 +71,9 @@ def notes_of(words: Sequence[str]) -> list[str]:
         weights = weights_of(job)
         begins = "at step 0" if weights is None else f"with the weights of {weights[0]}"
         notes.append(f"model.args: {missing}: the run begins {begins}, {until}")
+    if job["no_load_optim"] and not job["finetune"]:
+        own = "from a checkpoint of its own a run goes on with the optimizer too"
+        notes.append(f"model.args: --no-load-optim: {own}")
     return notes
 
 

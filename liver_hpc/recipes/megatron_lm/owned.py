@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from liver_hpc.config.completion import Derived
-from liver_hpc.config.megatron_checkpoint import TRACKER_FILE
+from liver_hpc.config.megatron_checkpoint import OWNER_FILE, TRACKER_FILE
 from liver_hpc.config.problems import KeyPath
 from liver_hpc.config.schema import RampupSection, TrainSection
 from liver_hpc.errors import ConfigError
@@ -207,10 +207,12 @@ def _contradictory(job: Owned) -> Iterator[str]:
     for one, other in pairs:
         if job[one] is not None and job[other]:
             yield f"{flag(one)} and {flag(other)} do not go together, as in Megatron"
-    if job["no_load_optim"] and not job["finetune"]:
+    if job["no_load_optim"] and not job["finetune"] and _begins_with_others(job):
+        another = ", with another --save" if _saves_where_it_loads(job) else ""
         yield (
-            "--no-load-optim: not supported, a run goes on with the optimizer too; instead: "
-            "--finetune, which takes weights alone and begins at step 0"
+            f"--no-load-optim: not supported where {job['load']} has a checkpoint, a run goes on "
+            "with the optimizer too: leave it out; instead: --finetune, which takes weights alone "
+            f"and begins at step 0{another}"
         )
     if job["finetune"] and _saves_where_it_loads(job):
         yield (
@@ -274,6 +276,13 @@ def loads(job: Owned) -> bool:
     if job["finetune"] or job["load"] is None:
         return False
     return not lacks_checkpoint(job) or _saves_where_it_loads(job)
+
+
+def _begins_with_others(job: Owned) -> bool:
+    """Whether there is a checkpoint where --load says, other than one that a run saves there."""
+    if job["load"] is None or lacks_checkpoint(job):
+        return False
+    return not (_saves_where_it_loads(job) and (Path(job["load"]) / OWNER_FILE).exists())
 
 
 def _saves_where_it_loads(job: Owned) -> bool:

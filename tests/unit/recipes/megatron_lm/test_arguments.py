@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from liver_hpc.config.megatron_checkpoint import TRACKER_FILE
+from liver_hpc.config.megatron_checkpoint import OWNER_FILE, TRACKER_FILE
 from liver_hpc.errors import ConfigError
 from liver_hpc.recipes.megatron_lm.arguments import (
     agreement,
@@ -226,6 +226,23 @@ def test_finetuning_takes_the_weights_of_what_is_loaded(tmp_path: Path) -> None:
         values(f"{more} --save {tmp_path} --save-interval 5")
 
 
+def test_a_job_that_leaves_the_optimizer_may_begin_but_not_go_on(tmp_path: Path) -> None:
+    values("--no-load-optim --no-load-rng")
+    more = f"--load {tmp_path} --no-load-optim --no-load-rng"
+    saving = f"{more} --save {tmp_path} --save-interval 5"
+    assert values(saving)["checkpoint.load"] == str(tmp_path)
+    note = notes_of(f"{JOB} {saving}".split())[-1]
+    assert note.endswith("from a checkpoint of its own a run goes on with the optimizer too")
+    (tmp_path / TRACKER_FILE).write_text("7")
+    with pytest.raises(ConfigError, match="goes on with the optimizer too: leave it") as error:
+        values(more)
+    assert str(error.value).endswith("begins at step 0")
+    with pytest.raises(ConfigError, match="begins at step 0, with another --save"):
+        values(saving)
+    (tmp_path / OWNER_FILE).touch()
+    assert values(saving)["checkpoint.load"] == str(tmp_path)
+
+
 def test_a_pretrained_checkpoint_is_for_the_first_start(tmp_path: Path) -> None:
     saves = tmp_path / "saves"
     more = f"--pretrained-checkpoint {tmp_path}"
@@ -266,7 +283,6 @@ def test_a_checkpoint_may_come_later_where_the_job_saves(tmp_path: Path) -> None
         (f"{JOB} --save /c", "--save wants --save-interval"),
         (f"{JOB} --save s3://c --save-interval 5", "--save s3://c: not supported, wanted a dir"),
         (f"{JOB} --load msc://c", "--load msc://c: not supported, wanted a directory"),
-        (f"{JOB} --no-load-optim", "--no-load-optim: not supported, a run goes on with the opt"),
         (f"{JOB} --train-samples 8", "--train-iters and --train-samples"),
         (f"{JOB} --lr-decay-samples 8", "--train-iters and --lr-decay-samples"),
         (f"{SAMPLES} --lr-warmup-iters 8", "--train-samples and --lr-warmup-iters"),
