@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -136,12 +137,18 @@ def test_a_node_is_checked_before_anything_starts_there(run: Run) -> None:
 
 def test_workers_that_share_fewer_cpus_than_they_are_are_noted(run: Run) -> None:
     run.set_cluster(kind="slurm")
-    cpus = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cpus)})
+    cpus, threads = os.sched_getaffinity(0), [*map(int, os.listdir("/proc/self/task"))]
+
+    def use(some: set[int]) -> None:
+        for thread in threads:  # one of them starts all children
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(thread, some)
+
+    use({min(cpus)})
     try:
         run.launcher("ends").launch(request())
     finally:
-        os.sched_setaffinity(0, cpus)
+        use(cpus)
     log = run.directory / "logs" / "agent-a0.log"
     said = "2 workers share 1 CPUs: cpus_per_node asks for more"
     wait_for(lambda: log.exists() and said in log.read_text(), "the agent's warning")

@@ -172,7 +172,7 @@ def test_a_job_goes_on_from_what_a_run_of_it_has_saved(config: Config, tmp_path:
 
     (path / INDEX_FILE).unlink()
     (directory / TRACKER_FILE).write_text(str(step))
-    with pytest.raises(ConfigError, match=r"max_lr 0\.001, wanted 0\.002\. With --override"):
+    with pytest.raises(ConfigError, match=r"max_lr 0\.001, wanted 0\.002\. To go on by"):
         derive_spec(config(f"{words} --lr 2e-3 --load {directory}"))
     again = finish(start(config(f"{words} --load {directory}", {2: [{"pp": 2}]})))
     assert [row.step for row in again.steps] == [*range(step, 8)]
