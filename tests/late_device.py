@@ -148,7 +148,8 @@ class Machines:
         self.over.set()
         end_s = time.monotonic() + END_S
         for thread in set(threading.enumerate()) - self._earlier_threads:
-            thread.join(max(0.0, end_s - time.monotonic()))
+            with contextlib.suppress(RuntimeError):  # it is about to start
+                thread.join(max(0.0, end_s - time.monotonic()))
 
     def add(self, device: LateDevice, lane: LateLane, work: Work) -> None:
         with self._lock:

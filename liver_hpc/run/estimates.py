@@ -312,7 +312,10 @@ class HandoffEstimator:
     # ---- steps
 
     def steps_s(self, source: RankMap, target: RankMap) -> float:
-        """More than the steps up to the boundary, or the target's first one, will take."""
+        """More than the steps up to the boundary, or the target's first one, will take; 0 until one
+        is done."""
+        if not self._steps:
+            return 0.0
         slower = max([1.0, *self._first_steps])
         return ALLOWED_STEPS * self._step_s(source.layout, target.layout) * slower
 

@@ -43,6 +43,9 @@ class FixedEstimates:
     def observe_checkpoint(self, written_bytes: int, seconds: float) -> None:
         pass
 
+    def steps_s(self, source: RankMap, target: RankMap) -> float:
+        return 0.0
+
     def estimate_s(self, source: RankMap, target: RankMap, joiners: int) -> float:
         return 9.0 if joiners else 2.0
 

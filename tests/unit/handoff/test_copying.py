@@ -42,9 +42,8 @@ def test_the_boundary_is_copied_before_the_state_changes_or_goes(
         worker=0,
         send=lambda _message: None,
         clock=SystemClock(),
-        config=SimpleNamespace(limits=None),
     )
-    session: Any = SimpleNamespace(context=context, generation=1, check=lambda: None)
+    session: Any = SimpleNamespace(context=context, generation=1, limits=None, check=lambda: None)
     target: Any = SimpleNamespace(world=told if stays else None)
 
     def cross(_crossing: Crossing, _scalars: Any, gradients: list[Any]) -> Any:

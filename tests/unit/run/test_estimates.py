@@ -203,6 +203,7 @@ def test_the_first_step_of_fewer_workers_is_longer() -> None:
 
 def test_more_is_allowed_for_than_the_steps_of_a_handoff_took_lately() -> None:
     asked = estimator()
+    assert asked.steps_s(DP2, TP2_DP2) == 0.0
     asked.observe_step(40.0)
     assert asked.steps_s(DP2, TP2_DP2) == 120.0
     assert asked.steps_s(TP2_DP2, DP2) == 240.0
