@@ -196,6 +196,9 @@ class _Store(dist.HashStore):  # type: ignore[misc]
     def close(self) -> None:
         """One object for all: nobody else's requests may end."""
 
+    def delete_keys(self, keys: list[str]) -> int:
+        return sum(map(self.delete_key, keys))
+
 
 @dataclass
 class _Seat:

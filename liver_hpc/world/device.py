@@ -284,7 +284,7 @@ def _meet(store: Any, size: int, deadline: Deadline) -> None:
     """Returns once all members have come. Who waits here is freed as the store is closed; who waits
     for NCCL to connect, as long as a peer does not come, by nothing but torch's own deadline."""
     if store.add("came", 1) == size:
-        store.set("all came", "")
+        store.set("all came", "yes")
     store.wait(["all came"], timedelta(seconds=deadline.remaining_s()))
 
 

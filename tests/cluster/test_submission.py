@@ -150,6 +150,8 @@ def test_following_tells_of_the_queue_and_then_of_the_run(site: Site, full: str)
     words = site.words(sys.executable, "-m", "liver_hpc", "submit", "--config", "run.yaml")
     following = site.cluster.start(*words, "--follow")
     assert following.stdout is not None
+    for _ in COMPONENTS:
+        assert "cpus_per_node is not given" in following.stdout.readline()
     assert following.stdout.readline().startswith("run runs/run-")
     assert following.stdout.readline().startswith("queued as job ")
     site.cluster.run("scancel", full)

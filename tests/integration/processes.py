@@ -58,7 +58,11 @@ class WorkerProcess:
 
 def closable(kind: type[Any]) -> type[Any]:
     """A kind of store of torch's that takes `close`, as a worker's does."""
-    return type("Closable", (kind,), {"close": lambda _store: None})
+    of_control_store = {
+        "close": lambda _store: None,
+        "delete_keys": lambda store, keys: sum(map(store.delete_key, keys)),
+    }
+    return type("Closable", (kind,), of_control_store)
 
 
 def _open(store_path: str, worker: int) -> WorkerProcess:

@@ -109,7 +109,7 @@ class RunJob:
         if self.run.outcome() is not None:
             return
         here = self.commands.setting("ClusterName")
-        if here != noted.cluster:
+        if here.lower() != noted.cluster.lower():
             raise ConfigError(
                 f"run {self.run}: its job {self.job_id} is one of cluster {noted.cluster}, and "
                 f"here is {here}; give the command there, or, where that cluster is gone for "
