@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -85,6 +86,10 @@ class Device:
     )
     _peak_bytes: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
     """Of the last step beside which there was nothing else; empty before one."""
+    _begun_anew: threading.Event = field(
+        default_factory=threading.Event, init=False, repr=False, compare=False
+    )
+    """Whether the count of this step's peak has begun in the middle of it."""
 
     @property
     def backend_name(self) -> str:
@@ -146,8 +151,9 @@ class Device:
         """Of the world that trains. alone: this process had no part of another one meanwhile."""
         self._unpark()
         if self.torch_device.type == "cuda":
-            if alone and not self._parked:
+            if alone and not self._parked and not self._begun_anew.is_set():
                 self._peak_bytes[:] = [torch.cuda.max_memory_allocated(self.torch_device)]
+            self._begun_anew.clear()
             if self._peak_bytes:  # else it is all that is known, if too much
                 torch.cuda.reset_peak_memory_stats(self.torch_device)
 
@@ -188,6 +194,7 @@ class Device:
         if self.torch_device.type == "cuda" and not self._parked:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.torch_device)  # it was that of two worlds
+            self._begun_anew.set()
         with contextlib.suppress(OSError, AttributeError):  # another libc: nothing to trim
             ctypes.CDLL("libc.so.6").malloc_trim(0)
 

@@ -178,6 +178,7 @@ def test_what_a_step_takes_is_told_by_steps_beside_which_there_was_nothing_else(
     """A target world that was called off must not count as what training needs: the next one would
     be refused for lack of room."""
     most = [0]
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (40, 100))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 50)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _device: most[0])
@@ -195,6 +196,9 @@ def test_what_a_step_takes_is_told_by_steps_beside_which_there_was_nothing_else(
     assert device.room() == Room(65, 25), "before the first step's end"
     assert step(30, alone=True) == Room(60, 30)
     assert step(80, alone=False) == Room(60, 30)
+    assert step(32, alone=True) == Room(58, 32)
+    device.return_free_memory()  # in the middle of the next step, whose peak may be over
+    assert step(5, alone=True) == Room(58, 32)
     assert step(32, alone=True) == Room(58, 32)
     device.world_begins()
     assert step(80, alone=False) == Room(10, 80), "rather too much than nothing"
