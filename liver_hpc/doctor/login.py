@@ -112,17 +112,6 @@ def _preemption(order: Order) -> Result:
     return passed(f"{kind}; {name}: {mode} with {grace_s:g} s of grace")
 
 
-def _steps(order: Order) -> Result:
-    """Whether Slurm tells of the steps by which a coordinator that takes over knows its agents."""
-    if "enable_stepmgr" in order.commands.setting("SlurmctldParameters"):
-        return warned(
-            "SlurmctldParameters has enable_stepmgr: squeue may list no steps, and a coordinator "
-            "that takes over takes its agents for ended",
-            "ask for its removal; else runs whose coordinator is killed go on from the disk",
-        )
-    return passed("the controller knows all steps")
-
-
 def _signals(order: Order) -> Result:
     """Whether `scancel` reaches more than it names: srun ends its step when it is signalled."""
     kind = order.commands.setting("ProctrackType")
@@ -201,7 +190,6 @@ LOGIN_CHECKS = (
     Check("controller", _controller, ("commands",)),
     Check("partitions", _partitions, ("controller",), _ASK),
     Check("preemption", _preemption, ("partitions",), _ASK),
-    Check("steps", _steps, ("controller",), _ASK),
     Check("signals", _signals, ("controller",), _ASK),
     Check("run directory", _runs_directory),
     Check("memory", _memory, advice=_FITS),

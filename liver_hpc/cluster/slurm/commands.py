@@ -19,8 +19,10 @@ from liver_hpc.cluster.slurm.replies import (
     JOB_FORMAT,
     STEP_FORMAT,
     JobInfo,
+    job_of_step,
     jobs_of_lines,
     steps_of_lines,
+    steps_of_records,
 )
 from liver_hpc.errors import LiverError
 from liver_hpc.host.process import clean_environment
@@ -47,6 +49,7 @@ _UNREACHABLE = (
     "Resource temporarily unavailable",
 )
 _UNKNOWN_JOB = ("Invalid job id",)
+_NO_STEP = (*_UNKNOWN_JOB, "not found")
 _OVER = (*_UNKNOWN_JOB, "already completing or completed", "Job/step already")
 
 _log = logging.getLogger(__name__)
@@ -216,9 +219,21 @@ class SlurmCommands:
 
     def steps(self, jobs: Sequence[str]) -> dict[str, list[str]]:
         """The ids, such as "123.4", of these jobs' steps that have not ended, by the steps' names;
-        a component is asked for by its own id."""
+        a component is asked for by its own id.
+
+        With enable_stepmgr a job's own node knows its steps, and squeue does not ask that one; what
+        it lists no step of is asked for by itself. A node that does not answer has none then.
+        """
+        if not jobs:
+            return {}
         which = ["--noheader", "--steps", f"--jobs={','.join(jobs)}", f"--format={STEP_FORMAT}"]
-        return steps_of_lines(self._call(["squeue", *_HERE, *which], _UNKNOWN_JOB)) if jobs else {}
+        found = steps_of_lines(self._call(["squeue", *_HERE, *which], _UNKNOWN_JOB))
+        listed = {job for ids in found.values() for job in map(job_of_step, ids)}
+        for job in sorted({*jobs} - listed):
+            asked = ["scontrol", "--local", "--all", "--oneliner", "show", "step", job]
+            for name, ids in steps_of_records(self._call(asked, _NO_STEP)).items():
+                found.setdefault(name, []).extend(ids)
+        return found
 
     def run_step(self, words: Sequence[str]) -> None:
         """Runs an srun to its end, which has to be near."""
@@ -293,7 +308,7 @@ class SlurmCommands:
             raise ControllerUnreachable(line, 124, f"no answer in {self._command_s:g} s") from None
         except OSError as error:
             raise SlurmError(line, 127, str(error)) from error
-        complaint = done.stderr.strip()
+        complaint = done.stderr.strip() or done.stdout.strip()
         if done.returncode == 0 or any(known in complaint for known in fine):
             return done.stdout
         if any(known in complaint for known in _UNREACHABLE):

@@ -107,3 +107,15 @@ def steps_of_lines(printed: str) -> dict[str, list[str]]:
         if step_id:
             found.setdefault(name, []).append(step_id)
     return found
+
+
+def steps_of_records(printed: str) -> dict[str, list[str]]:
+    """The same of an srun's steps from the lines of `scontrol --oneliner show step`."""
+    records = re.findall(r"^StepId=([^.\s]+\.\d\S*) .* Name=(.+) Network=", printed, re.M)
+    return steps_of_lines("\n".join("|".join(record) for record in records))
+
+
+def job_of_step(step_id: str) -> str | None:
+    """`123` of `123.4`; None of `123.batch` and others that no srun began."""
+    job, _, number = step_id.partition(".")
+    return job if number.isdecimal() else None

@@ -33,6 +33,8 @@ squeue --local --all --noheader --user=1000 --name=run-burst-1 '--format=%A|%i|%
 
 # a job's steps
 squeue --local --all --noheader --steps --jobs=12,13 '--format=%i|%j'
+scontrol --local --all --oneliner show step 12
+scontrol --local --all --oneliner show step 13
 
 # states of nodes
 sinfo --local --all --noheader --Node --nodes=n1,n2 '--Format=NodeList:|,StateComplete:|'

@@ -95,7 +95,7 @@ def test_without_slurm_nothing_of_it_is_looked_at(
     assert found["commands"].level is Level.FAIL
     assert "sbatch" in found["commands"].found
     skipped = {check for check, result in found.items() if result.level is Level.SKIP}
-    assert skipped == {"controller", "partitions", "preemption", "steps", "signals"}
+    assert skipped == {"controller", "partitions", "preemption", "signals"}
 
 
 @pytest.mark.parametrize(
@@ -164,13 +164,6 @@ def test_what_a_cluster_preempts_by(
     found = results(config, replies)["preemption"]
     assert found.level is level
     assert told in found.found
-
-
-def test_a_controller_that_leaves_steps_to_the_nodes_may_not_tell_of_them(results: Any) -> None:
-    shown = CONFIG.replace("(null)", "cloud_dns,enable_stepmgr")
-    found = results(cluster(), {"show config": Answer(0, shown)})["steps"]
-    assert found.level is Level.WARN
-    assert "squeue may list no steps" in found.found
 
 
 @pytest.mark.parametrize(

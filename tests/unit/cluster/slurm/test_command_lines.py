@@ -64,10 +64,15 @@ def test_every_command_line(golden: Golden) -> None:
         asked.append(words)
         return Answer(0, "KillWait = 30 sec" if words[-1] == "config" else "")
 
-    for call in CALLS.values():
+    every = {what: [line] for what, line in LINES.items()}
+    for what, call in CALLS.items():
+        asked.clear()
         call(SlurmCommands(1.0, 0.0, run=run))
-    every = LINES | dict(zip(CALLS, asked, strict=True))
-    lines = [f"# {what}\n{shlex.join(line)}\n" for what, line in every.items()]
+        every[what] = [*asked]
+    lines = [
+        "\n".join([f"# {what}", *map(shlex.join, asked_then), ""])
+        for what, asked_then in every.items()
+    ]
     golden.check(
         "slurm/command-lines.sh", "\n".join(lines).replace(f"--user={os.geteuid()}", "--user=1000")
     )

@@ -145,7 +145,7 @@ def test_what_a_site_has_sbatch_print_beside_the_id_is_passed_over() -> None:
 
 
 def test_squeue_is_asked_about_this_cluster_and_for_several_own_jobs_not_about_all() -> None:
-    played = Played(*[Answer(0, "")] * 4)
+    played = Played(*[Answer(0, "")] * 5)
     slurm = SlurmCommands(5.0, 0.0, run=played)
     slurm.jobs(["1", "2"], own=True)
     slurm.jobs(["1", "2"])
@@ -154,17 +154,46 @@ def test_squeue_is_asked_about_this_cluster_and_for_several_own_jobs_not_about_a
     assert all({"--local", "--all"} <= {*words} for words in played.asked)
     assert [any("--user" in word for word in words) for words in played.asked] == [
         True,
-        *[False] * 3,
+        *[False] * 4,
     ]
 
 
-def test_steps_and_node_states() -> None:
-    listed = Answer(0, "2.1|liver-a\n1.batch|batch\n2.4|liver-a|b\n")
-    assert commands(listed).steps(["1", "2"]) == {
+SHOWN = """\
+StepId=1.batch UserId=0 StartTime=2026-11-28T11:48:34 CPUs=0 Name=batch Network=(null)
+StepId=1.0 UserId=0 StartTime=2026-11-28T11:48:34 CPUs=4 Name=liver-a|b Network=(null)
+"""
+
+
+def test_steps_that_squeue_lists() -> None:
+    listed = Answer(0, "2.1|liver-a\n2.batch|batch\n2.4|liver-a|b\n")
+    slurm = SlurmCommands(5.0, 0.0, run=(played := Played(listed)))
+    assert slurm.steps(["2"]) == {
         "liver-a": ["2.1"],
-        "batch": ["1.batch"],
+        "batch": ["2.batch"],
         "liver-a|b": ["2.4"],
     }
+    assert len(played.asked) == 1
+
+
+def test_steps_that_the_jobs_own_nodes_know() -> None:
+    listed = Answer(0, "2.1|liver-a\n1.batch|batch\n")
+    gone = Answer(1, "", "slurm_get_job_steps error: Invalid job id specified")
+    ended = Answer(1, "Job step 4. not found\n", "")
+    slurm = SlurmCommands(5.0, 0.0, run=(played := Played(listed, Answer(0, SHOWN), gone, ended)))
+    assert slurm.steps(["1", "2", "3", "4"]) == {
+        "liver-a": ["2.1"],
+        "batch": ["1.batch"],
+        "liver-a|b": ["1.0"],
+    }
+    assert [words[-1] for words in played.asked[1:]] == ["1", "3", "4"]
+
+
+def test_whether_steps_are_left_is_not_known_where_nobody_answers() -> None:
+    with pytest.raises(ControllerUnreachable):
+        commands(Answer(0, "1.batch|batch\n"), AWAY).steps(["1"])
+
+
+def test_node_states() -> None:
     states = "n1|idle+drain|\nn1|idle+drain|\nn2|allocated|\n"
     assert commands(Answer(0, states)).node_states(["n1", "n2"]) == {
         "n1": "idle+drain",
