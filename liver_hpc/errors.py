@@ -48,6 +48,10 @@ class DeadlineError(LiverError):
     """A wait ended at its deadline; the text names whom it waited for."""
 
 
+class StoreAway(DeadlineError):
+    """There is no coordinator just now, whose the store is. That of the next one is empty."""
+
+
 class MeetingError(LiverError):
     """A joiner and the rendezvous did not come together: bad proof, no answer, dead peer."""
 

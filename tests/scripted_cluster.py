@@ -6,13 +6,13 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from liver_hpc import __version__
 from liver_hpc.clock import SystemClock
-from liver_hpc.cluster.pool import NodePool
+from liver_hpc.cluster.pool import Adopted, NodePool
 from liver_hpc.coordinator.connections import InboxClosed
 from liver_hpc.errors import DeadlineError, MeetingError, ProtocolError
 from liver_hpc.layout.coordinates import Layout, RankMap
@@ -137,9 +137,7 @@ class ScriptedPool(NodePool):
         self.say(event)
         return event
 
-    def start(
-        self, tell: Callable[[PoolEvent], None], adopt: Collection[str] | None = None
-    ) -> None:
+    def start(self, tell: Callable[[PoolEvent], None], adopt: Adopted | None = None) -> None:
         self._tell = tell
         for node in self._first:
             self.grant(node)

@@ -20,9 +20,17 @@ log = logging.getLogger(__name__)
 
 class Save:
     """One worker's part in the checkpoint of step `step` under `directory`. Made at the boundary,
-    it needs the world no more. context: of which it sends nothing."""
+    it needs the world no more. context: of which it sends nothing. away_s: how long a coordinator
+    is waited for that is away; without one, a checkpoint of several workers comes to nothing."""
 
-    def __init__(self, context: WorkerContext, world: World, step: int, directory: Path) -> None:
+    def __init__(
+        self,
+        context: WorkerContext,
+        world: World,
+        step: int,
+        directory: Path,
+        away_s: float = 0.0,
+    ) -> None:
         self.scalars = world.scalar_state(step)
         self._worker, self._generation = world.worker, world.generation
         self._clock, self._started_s = context.clock, context.clock.now_s()
@@ -31,7 +39,8 @@ class Save:
         self._problem = ""
         partial = partial_path(directory, step, world.generation)
         prefix = f"g{world.generation}/checkpoint/{step}"
-        self._peers = Peers(context.open_store, prefix, context.config.deadlines.collective_s)
+        limit_s = context.config.deadlines.collective_s
+        self._peers = Peers(context.open_store, prefix, limit_s, away_s)
         try:
             self._writer = PartWriter(world, self.scalars, partial, self._peers)
         except FAILURES as error:

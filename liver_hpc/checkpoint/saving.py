@@ -121,10 +121,11 @@ class Saving:
             raise deadline.error()
 
     def now(self, world: World, step: int, directory: Path, check: Callable[[], None]) -> None:
-        """Saves a boundary while training waits. check: raises where the world is to be let go;
-        `interrupt` ends what is waited for after that."""
+        """Saves a boundary while training waits, also for the next coordinator. check: raises where
+        the world is to be let go; `interrupt` ends what is waited for after that."""
         world.settle()
-        made = self._waited_for = Save(self._context, world, step, directory)
+        away_s = self._context.config.deadlines.word_s
+        made = self._waited_for = Save(self._context, world, step, directory, away_s)
         try:
             check()
             self._context.send(made.now(world))

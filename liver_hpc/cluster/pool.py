@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 
-from liver_hpc.run.events import Node, NodeGranted, PoolEvent
+from liver_hpc.run.events import Node, NodeGranted, NodeWarned, PoolEvent
+
+Adopted = Mapping[str, NodeWarned | None]
+"""Nodes that another coordinator held, with what it knew they were warned of."""
 
 
 class NodePool:
@@ -14,14 +17,12 @@ class NodePool:
     any number of slots: nothing is asked for and nothing given back.
     """
 
-    def start(
-        self, tell: Callable[[PoolEvent], None], adopt: Collection[str] | None = None
-    ) -> None:
+    def start(self, tell: Callable[[PoolEvent], None], adopt: Adopted | None = None) -> None:
         """From now on `tell` is called with every event, from any thread. Once.
 
         The nodes that are held already are told before it returns. adopt: those that another
-        coordinator of this run held: what it has asked for is held, too, and not given back. Then
-        it does not block; what is gone by now is told later.
+        coordinator of this run held, with their warnings: what it has asked for is held, too, and
+        not given back. Then it does not block; what is gone by now is told later.
         """
         tell(NodeGranted(Node("", "machine")))
 

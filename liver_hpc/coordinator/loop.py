@@ -242,18 +242,19 @@ class Coordinator:
 
     def _take_back(self, left: Left) -> None:
         """Nodes, agents and workers: all count as away until they call."""
+        nodes = self.core.elastic.nodes
+        known = {name: held.node.allocation for name, held in nodes.items()}
         granted: set[str] = set()
 
         def tell(event: e.PoolEvent) -> None:
             if isinstance(event, e.NodeGranted):
-                granted.add(event.node.name)
+                granted.add(node := event.node.name)
+                if known.pop(node, None) == event.node.allocation:
+                    return  # it is not as new: the core knows of its warnings
             self._inbox.put(event)
 
-        nodes = self.core.elastic.nodes
-        self._services.pool.start(tell, adopt={*nodes})
-        for held in nodes.values():
-            if held.given_back:  # but what that came to is not known
-                self._services.pool.give_back(held.node.name)
+        self._services.pool.start(tell, {name: held.warning for name, held in nodes.items()})
+        known.clear()
         for node in {*nodes} - granted:
             self._feed(e.NodeGone(node, "it was taken while there was no coordinator"))
         self._services.pool.want(left.wanted)
@@ -264,6 +265,9 @@ class Coordinator:
         for agent, listens in left.listening.items():
             if self._agents.adopt(agent, left.nodes[agent], listens):
                 self._registry.remember(agent, Conversation(heard=None))
+        for held in self.core.elastic.nodes.values():  # a node whose agent is adopted is in use
+            if held.given_back:  # but what that came to is not known
+                self._services.pool.give_back(held.node.name)
 
     def _may_still_call(self) -> bool:
         """Whether somebody is away whose agent lives, or may live."""

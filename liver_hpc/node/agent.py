@@ -79,7 +79,6 @@ GATHER_S = 0.002
 """What workers say waits for so long for what the others say, unless all have said something."""
 BEATS = 4
 """So many signs of life in `deadlines.heartbeat_s`."""
-_NO_STORE = "there is no coordinator just now, whose it is"
 
 Told = list[tuple[int, bytes]]
 """What the coordinator has said: to which worker, or ITSELF; nothing when a connection breaks."""
@@ -443,7 +442,7 @@ class Agent:
             asked, self._asked = self._asked, []
             if not self._line.tell(m.encode(m.StoreAsks.of(asked)), ITSELF):
                 for worker, request in asked:
-                    self._answer(worker, m.StoreReply(number=request.number, error=_NO_STORE))
+                    self._answer(worker, m.StoreReply(number=request.number, error=m.NO_STORE))
         if self._beat_by.expired():
             self._beat_by = Deadline.after(self._clock, self._limits.heartbeat_s / BEATS, "a beat")
             self._line.beat()

@@ -292,7 +292,7 @@ class HandoffMachine:
             return actions + self._end("aborted", now.reason, now.request.source)
         # A worker that trains answers at its next step boundary.
         awaited = ((w, m.Aborted) for w in now.source_workers)
-        self._enter(Phase.ABORT, self._deadlines.boundary_s, awaited)
+        self._enter(Phase.ABORT, self._limits_of(now.request).boundary_s, awaited)
         return actions
 
     def _drop_target(self, reason: str, leave: Collection[int] = ()) -> list[Action]:

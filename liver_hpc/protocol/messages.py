@@ -668,6 +668,10 @@ class StoreRequest(_StoreOperation, Message, type="store"):
     number: int = 0
 
 
+NO_STORE = "there is no coordinator just now, whose it is"
+"""The error of a request of the store's that nobody is there to hear."""
+
+
 class StoreReply(_StoreResult, Message, type="store_reply"):
     """From an agent to a worker: to request `number`."""
 

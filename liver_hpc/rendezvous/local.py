@@ -19,7 +19,7 @@ from enum import IntEnum
 from itertools import count
 from typing import NamedTuple
 
-from liver_hpc.errors import DeadlineError, LiverError
+from liver_hpc.errors import DeadlineError, StoreAway
 from liver_hpc.protocol.messages import AnyMessage, StoreReply, StoreRequest, decode, encode
 from liver_hpc.rendezvous.handshake import ChannelClosed
 
@@ -145,7 +145,7 @@ class WorkersEnd:
             raise ChannelClosed(f"the agent's line: {error.strerror or error}") from error
 
     def ask(self, request: StoreRequest) -> Future[StoreReply]:
-        """The store's answer. It fails with LiverError where the connection to the coordinator
+        """The store's answer. It fails with StoreAway where the connection to the coordinator
         breaks meanwhile."""
         number = next(self._numbers)
         answer = self._asked[number] = Future()
@@ -190,7 +190,7 @@ class WorkersEnd:
     def _fail_all(self) -> None:
         for answer in [*self._asked.values()]:
             with contextlib.suppress(InvalidStateError):
-                answer.set_exception(LiverError("the connection to the coordinator has broken"))
+                answer.set_exception(StoreAway("the connection to the coordinator has broken"))
 
     def close(self) -> None:
         self._socket.close()

@@ -348,7 +348,8 @@ class Lifecycle:
         directory = self._checkpoints if self._stop_saves else None
         self.agents.send(self.world.rank_map.workers, m.Stop(checkpoint=directory))
         writes_s = self._limits.transfer_s if self._stop_saves else 0.0
-        self._set_deadline(self._limits.boundary_s + writes_s)
+        steps_s = self.elastic.estimates.handoffs.steps_s(*[self.world.rank_map] * 2)
+        self._set_deadline(self._limits.beside_steps(steps_s).boundary_s + writes_s)
 
     def _end_if_all_finished(self) -> None:
         if self.world is None or not self.handoffs.idle or self._state is ENDED:
@@ -388,7 +389,7 @@ class Lifecycle:
         """
         if self._state is ENDED:
             return
-        if self._stop_later is not None and not self._stop_reason:
+        if self._stop_later is not None:  # the newest order, where there were several
             self._stop_reason, _, self._stop_as = self._stop_later
         attempt = self.recorder.attempt
         if attempt is not None:

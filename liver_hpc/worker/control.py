@@ -108,7 +108,7 @@ class Worker:
         quiet_thread(self._serve_control, "control")
         self._train()
         # Upon the coordinator's Exit the control thread ends the process.
-        limit_s = self._config.deadlines.release_s + self._config.deadlines.exit_s
+        limit_s = self._config.deadlines.release_s + self._config.deadlines.word_s
         threading.Event().wait(limit_s)
         log.error("waited %g s for the coordinator's Exit", limit_s)
         leave(EXIT_FAILED)

@@ -440,7 +440,7 @@ class Trainer(WorldHolder):
             )
         )
         resume: m.Resume = session.wait(
-            m.Resume, self._limits.boundary_s + self._limits.word_s, "all workers to go back"
+            m.Resume, session.limits.boundary_s + session.limits.word_s, "all workers to go back"
         )
         if held is not None:
             assert resume.rebuild_generation is not None

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.protocol.messages import VALUES_APART, StoreReply, StoreRequest
+from liver_hpc.errors import DeadlineError, LiverError, StoreAway
+from liver_hpc.protocol.messages import NO_STORE, VALUES_APART, StoreReply, StoreRequest
 
 _REPLY_MARGIN_S = 15.0
 """How much longer than the request's own timeout the reply may take."""
@@ -50,11 +50,13 @@ class ControlStore(dist.Store):  # type: ignore[misc,name-defined]
             waited = f"waited {timeout_s + _REPLY_MARGIN_S:g} s for the coordinator"
             raise LiverError(f"store {operation} {list(keys)}: {waited}") from None
         except LiverError as error:
-            raise LiverError(f"store {operation} {list(keys)}: {error}") from error
+            kind = StoreAway if isinstance(error, StoreAway) else LiverError
+            raise kind(f"store {operation} {list(keys)}: {error}") from error
         finally:
             self._asked.discard(answer)
         if reply.error:
-            raise DeadlineError(f"store {operation}: {reply.error}")
+            kind = StoreAway if reply.error == NO_STORE else DeadlineError
+            raise kind(f"store {operation}: {reply.error}")
         return reply
 
     def set(self, key: str, value: str | bytes) -> None:

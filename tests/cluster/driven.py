@@ -115,7 +115,7 @@ class DrivenRun:
             text=True,
         )
         threading.Thread(target=self._listen, daemon=True).start()
-        self.ask("start", sorted(self.granted) if adopt else None)
+        self.ask("start", dict.fromkeys(sorted(self.granted)) if adopt else None)
 
     def _listen(self) -> None:
         assert self.process is not None

@@ -63,7 +63,7 @@ class Driver:
         here = {"host": host, "port": port, "pid": os.getpid(), "epoch": epoch}
         write_private_json(run_directory / COORDINATOR_FILE, here)
 
-    def start(self, adopt: list[str] | None) -> None:
+    def start(self, adopt: dict[str, None] | None) -> None:
         self.pool.start(self.tell, adopt)
 
     def adopt(self, agent: str, node: str) -> bool:

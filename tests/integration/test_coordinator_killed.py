@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from liver_hpc.cli.client import stop
@@ -16,6 +18,7 @@ from liver_hpc.run.directory import RunDirectory
 from tests.integration.mortal import DEATHS, STILL
 from tests.integration.runs import (
     ENDLESS,
+    finish,
     processes_of,
     run_config,
     start,
@@ -170,3 +173,28 @@ def test_operators_reach_the_coordinator_that_has_taken_over(tmp_path: Path) -> 
     watch(run, lambda status: status.step >= 3, 100.0)
     await_next(run, kill(run))
     assert stop(run).state == "stopped"
+
+
+@pytest.mark.parametrize("every_steps", [None, 10])
+def test_a_run_that_ends_without_a_coordinator_has_finished_once_there_is_one(
+    every_steps: int | None, tmp_path: Path
+) -> None:
+    """However long it takes, within `coordinator_s`, its workers wait to write the last checkpoint,
+    and to be told to go."""
+    short = {"release_s": 1.0, "exit_s": 1.0, "coordinator_s": 60.0}
+    run = start(run_config(tmp_path, 10, deadlines=short, checkpoint={"every_steps": every_steps}))
+    watch(run, lambda status: status.step >= 4, 100.0)
+    address = run.coordinator()
+    assert address is not None
+    host = psutil.Process(address.pid).parent()
+    assert host is not None
+    host.suspend()  # else it starts the next one at once
+    try:
+        kill(run)
+        time.sleep(10.0)  # six steps, and then longer than `release_s` and `exit_s`
+    finally:
+        host.resume()
+    records = finish(run, 60.0)
+    assert len(records.steps) == 10
+    assert records.recoveries == []
+    assert len([*run.checkpoints_path.glob("*10*")]) == (every_steps is not None)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,7 +34,8 @@ from liver_hpc.checkpoint.torch_dist.files import (
 from liver_hpc.checkpoint.torch_dist.places import Part, first_of_each, stored
 from liver_hpc.checkpoint.torch_dist.reads import PREFIXES, Pieces, Source
 from liver_hpc.checkpoint.written import written_boxes
-from liver_hpc.errors import CheckpointError, PlanError
+from liver_hpc.clock import Deadline, SystemClock
+from liver_hpc.errors import CheckpointError, PlanError, StoreAway
 from liver_hpc.host.files import flush_to_disk
 from liver_hpc.layout.tensors import MAIN, PARAMETER
 from liver_hpc.protocol.messages import ScalarState
@@ -42,6 +44,12 @@ from liver_hpc.world import thread
 from liver_hpc.world.derive import Stored, derivation_of
 from liver_hpc.world.state import WorldState
 from liver_hpc.world.world import World
+
+_PAUSE_S = 0.25
+_AGAIN_S = 10.0
+"""How long ranks that have met a coordinator's absence may be apart in asking the next one."""
+
+T = TypeVar("T")
 
 
 def stored_by(world: World, content: Mapping[str, Any]) -> Stored:
@@ -125,26 +133,45 @@ class PartWriter:
 
 class Peers:
     """How rank 0 learns what has become of the other ranks' files: by keys of a store that begin
-    with `prefix`. It waits for up to `limit_s` longer than it has written itself."""
+    with `prefix`. It waits for up to `limit_s` longer than it has written itself. away_s: how long
+    all wait for a coordinator where there is none."""
 
-    def __init__(self, open_store: Callable[[], Any], prefix: str, limit_s: float) -> None:
+    def __init__(
+        self, open_store: Callable[[], Any], prefix: str, limit_s: float, away_s: float = 0.0
+    ) -> None:
         self._open_store = open_store
         self._prefix = prefix
         self._limit_s = limit_s
+        self._away_s = away_s
         self._store: Any = None
-        self._closed = False
+        self._closed = threading.Event()
 
     def close(self) -> None:
         """Ends what is waited for, from any thread: a peer is lost."""
-        self._closed = True
+        self._closed.set()
         if (store := self._store) is not None:
             store.close()
+
+    def _ask(self, act: Callable[[Any, float], T]) -> T:
+        """Has `act` done with a store, and how long may be waited for others: not long once there
+        was no coordinator, with which what they had told has gone."""
+        limit_s = self._limit_s
+        until = Deadline.after(SystemClock(), self._away_s, "a coordinator")
+        while True:
+            try:
+                with self._asked() as store:
+                    return act(store, limit_s)
+            except StoreAway:
+                if until.expired():
+                    raise
+                limit_s = min(limit_s, _AGAIN_S)
+                self._closed.wait(_PAUSE_S)
 
     @contextmanager
     def _asked(self) -> Iterator[Any]:
         self._store = store = self._open_store()
         try:
-            if self._closed:
+            if self._closed.is_set():
                 raise CheckpointError("a peer was lost")
             yield store
         finally:
@@ -153,18 +180,22 @@ class Peers:
 
     def tell(self, rank: int, problem: str) -> None:
         """problem: why this rank's file will not come; empty once it is on the disk."""
-        with self._asked() as store:
-            store.set(f"{self._prefix}/{rank}", f"{problem}\n")  # no store takes an empty value
+        key, value = f"{self._prefix}/{rank}", f"{problem}\n"  # no store takes an empty value
+        self._ask(lambda store, _: store.set(key, value))
 
     def problems(self, ranks: int) -> list[str]:
         """Why files of ranks will not come; returns once all have told."""
         keys = [f"{self._prefix}/{rank}" for rank in range(1, ranks)]
         if not keys:
             return []
-        with self._asked() as store:
-            store.wait(keys, timedelta(seconds=self._limit_s))
-            told = [value.decode().rstrip() for value in store.multi_get(keys)]
+
+        def hear(store: Any, limit_s: float) -> list[bytes]:
+            store.wait(keys, timedelta(seconds=limit_s))
+            values: list[bytes] = store.multi_get(keys)
             store.delete_keys(keys)
+            return values
+
+        told = [value.decode().rstrip() for value in self._ask(hear)]
         return [f"rank {rank}: {problem}" for rank, problem in enumerate(told, 1) if problem]
 
 

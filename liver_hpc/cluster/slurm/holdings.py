@@ -23,6 +23,8 @@ TIME_LIMIT = "time limit"
 DRAINED = "drained"
 CANCELLED = "cancelled"
 NODE_HOURS = "node hours"
+REASONS = {PREEMPTED, TIME_LIMIT, DRAINED, CANCELLED, NODE_HOURS}
+"""Of warnings that are of Slurm's, or for its sake; operators have another one."""
 
 GIVEN_BACK = "given back"
 

@@ -16,9 +16,10 @@ from liver_hpc.cluster.slurm.squeue import Squeue
 from liver_hpc.cluster.slurm.step import Step, StepPlan
 from liver_hpc.cluster.slurm.together import (
     STEP_VARIABLE,
+    Together,
     note_together,
-    step_of,
     together_path,
+    told_together,
 )
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.host.child import Command
@@ -86,11 +87,14 @@ def slurm_launcher(
         return [agents[each.agent] for each in launches]
 
     left: dict[str, LaunchedAgent] = {}
+    told: dict[str, Together] = {}
 
     def find_left(agent: str, node: str) -> LaunchedAgent | None:
         held = use(node)
-        if agent not in left and (found := step_of(directory, agent)):
-            left.update(step(*found, held, ()).agents)
+        if not told:  # once: there may be thousands
+            told.update(told_together(directory))
+        if agent not in left and agent in told:
+            left.update(step(told[agent].step, told[agent].agents, held, ()).agents)
         return left.get(agent)
 
     close_s = slurm.unreachable_s + slurm.command_s + _CLOSE_MARGIN_S

@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from liver_hpc.clock import Clock, Deadline
-from liver_hpc.cluster.pool import NodePool
+from liver_hpc.cluster.pool import Adopted, NodePool
 from liver_hpc.cluster.slurm.burst_jobs import BurstJobs
 from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands
-from liver_hpc.cluster.slurm.holdings import GIVEN_BACK, Allocation, Holdings
+from liver_hpc.cluster.slurm.holdings import GIVEN_BACK, REASONS, Allocation, Holdings
 from liver_hpc.cluster.slurm.replies import JobInfo
 from liver_hpc.cluster.slurm.squeue import Squeue
 from liver_hpc.config.schema import RunConfig
@@ -71,9 +71,7 @@ class SlurmPool(NodePool):
 
     # ---- for the run
 
-    def start(
-        self, tell: Callable[[PoolEvent], None], adopt: Collection[str] | None = None
-    ) -> None:
+    def start(self, tell: Callable[[PoolEvent], None], adopt: Adopted | None = None) -> None:
         self._tell = tell
         if adopt is None:
             with suppress(ControllerUnreachable):  # it is asked again
@@ -160,9 +158,11 @@ class SlurmPool(NodePool):
                 self._holdings.learn(kill_s, grace_s)
         self._has_learned = True
 
-    def _enter_known(self, held: Allocation, known: Collection[str] | None) -> None:
-        """Of an allocation, the nodes that the run has not lost."""
+    def _enter_known(self, held: Allocation, known: Adopted | None) -> None:
+        """Of an allocation, the nodes that the run has not lost, with what they were warned of."""
         held.nodes = tuple(node for node in held.nodes if known is None or node in known)
+        warnings = [(known or {}).get(node) for node in held.nodes]
+        held.warned = {each.node: each for each in warnings if each and each.reason in REASONS}
         self._tell_all(self._holdings.enter(held))
 
     def _enter_own(self) -> None:
@@ -218,13 +218,13 @@ class SlurmPool(NodePool):
     def _poll(self, with_nodes: bool) -> None:
         with self._lock:
             jobs, nodes = self._holdings.jobs, self._holdings.node_names()
+        if not self._has_learned:  # what a job's end means, too
+            self._learn(self._once)
         self._observe(self._squeue.jobs([*jobs, *self._burst.policy.pending]))
         if with_nodes and nodes:
             states = self._once.node_states(nodes)
             with self._lock:
                 self._tell_all(self._holdings.observe_nodes(states, self._clock.now_s()))
-        if not self._has_learned:
-            self._learn(self._once)
         if self._unreachable:
             self._unreachable = False
             self._note("the Slurm controller answers again")

@@ -87,6 +87,10 @@ class Step:
                 self._hear()
                 self._run_thread("keep", self._keep_adopted)
 
+    def is_told(self, node: str) -> bool:
+        """Whether srun has said that the agent there has ended."""
+        return node in self._ends
+
     def kill(self, node: str) -> None:
         with self._lock:
             self._doomed.add(node)
@@ -301,7 +305,7 @@ class StepAgent(LaunchedAgent):
 
     def adopt(self, host: str, pid: int) -> bool:
         self._step.adopt()
-        return self.exit_code is None
+        return self.exit_code is None and not self._step.is_told(self._node)
 
     def kill(self) -> None:
         if self.exit_code is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -21,6 +22,13 @@ STEP_VARIABLE = "LIVER_STEP"
 """In every task, and in what it starts: the name of its step."""
 
 _FOLDER = "steps"
+
+
+class Together(NamedTuple):
+    """A step, and the agents that were started in it by their nodes."""
+
+    step: str
+    agents: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -53,14 +61,13 @@ def own_agent(path: Path, environment: Mapping[str, str]) -> tuple[str, tuple[in
     return told[node].agent, told[node].slots
 
 
-def step_of(run_directory: Path, agent: str) -> tuple[str, dict[str, str]] | None:
-    """The step that an agent was started in, and all agents of it by their nodes; None for
-    one of which no file tells. Raises LiverError."""
+def told_together(run_directory: Path) -> dict[str, Together]:
+    """By agent, of all that were ever started. Raises LiverError."""
+    found: dict[str, Together] = {}
     for path in (run_directory / _FOLDER).glob("*.json"):
         agents = {node: told.agent for node, told in _read(path).items()}
-        if agent in agents.values():
-            return path.stem, agents
-    return None
+        found |= dict.fromkeys(agents.values(), Together(path.stem, agents))
+    return found
 
 
 def _read(path: Path) -> dict[str, _Told]:

@@ -22,11 +22,12 @@ from liver_hpc.checkpoint.saving import LONGEST_S, SHORTEST_S, Saving, interval_
 from liver_hpc.checkpoint.torch_dist.parts import Peers
 from liver_hpc.clock import Clock, FakeClock, SystemClock
 from liver_hpc.coordinator.store import StoreService
-from liver_hpc.errors import CheckpointError, DeadlineError, LiverError, PlanError
+from liver_hpc.errors import CheckpointError, DeadlineError, LiverError, PlanError, StoreAway
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.tensors import PARAMETER, Box
 from liver_hpc.protocol.events import WorldRef
 from liver_hpc.protocol.messages import (
+    NO_STORE,
     AtBoundary,
     FromWorker,
     Saved,
@@ -137,7 +138,7 @@ class Seat:
         self.context: Any = SimpleNamespace(
             config=SimpleNamespace(
                 checkpoint=SimpleNamespace(every_steps="auto", cost=0.05),
-                deadlines=SimpleNamespace(collective_s=collective_s),
+                deadlines=SimpleNamespace(collective_s=collective_s, word_s=0.0),
             ),
             clock=clock or SystemClock(),
             send=self.said.append,
@@ -599,6 +600,47 @@ def test_a_part_of_which_nobody_tells_is_named(line: Line) -> None:
         peers.tell(rank, "")
     with pytest.raises(DeadlineError, match=r"waited 0 s; missing keys \['p/2'\]$"):
         peers.problems(4)
+
+
+class Interrupted(Line):
+    """Whose coordinator is away for some requests, and the next one's store is empty."""
+
+    def __init__(self, away: int) -> None:
+        super().__init__()
+        self.away = away
+
+    def _ask(self, request: StoreRequest) -> Future[StoreReply]:
+        if self.away == 0:
+            return super()._ask(request)
+        self.away -= 1
+        answer: Future[StoreReply] = Future()
+        answer.set_result(StoreReply(error=NO_STORE))
+        return answer
+
+
+def test_who_may_wait_for_a_coordinator_asks_the_next_one() -> None:
+    line = Interrupted(away=4)
+    away = Peers(line.open_store, "p", 600.0, away_s=WAIT_S)
+    hears = threading.Thread(target=lambda: found.append(away.problems(2)), daemon=True)
+    found: list[list[str]] = []
+    hears.start()
+    Peers(line.open_store, "p", 600.0, away_s=WAIT_S).tell(1, "the disk is full")
+    hears.join(WAIT_S)
+    line.service.close()
+    assert found == [["rank 1: the disk is full"]]
+
+
+def test_others_do_not_and_what_has_gone_with_it_is_not_waited_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("liver_hpc.checkpoint.torch_dist.parts._AGAIN_S", 0.0)
+    line = Interrupted(away=1)
+    with pytest.raises(StoreAway, match="no coordinator just now"):
+        Peers(line.open_store, "p", 600.0).problems(2)
+    line.away = 1
+    with pytest.raises(DeadlineError, match=r"waited 0 s; missing keys"):
+        Peers(line.open_store, "p", 600.0, away_s=WAIT_S).problems(2)
+    line.service.close()
 
 
 def test_peers_that_were_closed_are_not_asked() -> None:

@@ -17,6 +17,7 @@ from liver_hpc.rendezvous.channel import ChannelClosed
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.entries import Event, last_start
 from liver_hpc.run.epoch import Epoch, Superseded, claim_epoch
+from liver_hpc.run.events import Node
 from liver_hpc.run.journal import JournalNews
 from tests.fakes import JournalRecords, MemoryJournal, tiny_run
 from tests.unit.coordinator.live import LIMIT_S, LiveRun
@@ -69,11 +70,11 @@ class MortalRun(LiveRun):
     metrics: MortalRecords
     records = MortalRecords
 
-    def __init__(self, directory: Path, **sections: Any) -> None:
+    def __init__(self, directory: Path, nodes: Sequence[Node] = (), **sections: Any) -> None:
         self.deaths = 0
         self._died_at = 0  # so many entries had been written
         config = tiny_run(deadlines={"coordinator_s": COORDINATOR_S}, **sections)
-        super().__init__(directory, config)
+        super().__init__(directory, config, nodes)
         self.config = config
         self.cluster.directory = RunDirectory(directory)
         self.cluster.coordinator_s = COORDINATOR_S
@@ -204,6 +205,32 @@ def test_a_handoff_ends_in_one_of_its_worlds_wherever_the_coordinator_dies(
     reached(run, done + 2)
     assert steps(run) == sorted(set(steps(run)))
     assert run.ask(m.StopRequest()).ok
+
+
+def test_what_nodes_were_warned_of_is_known_to_the_next_coordinator(
+    make: Callable[..., MortalRun],
+) -> None:
+    """Else it might grow onto them; and what is not used goes back once more, after agents that
+    are adopted have it used."""
+    two = (Node("n1", "main", slots=1), Node("n2", "main", slots=1))
+    run = make(nodes=two, layouts={1: {}, 2: {"dp": 2}})
+    warning = run.cluster.pool.warn("n2", window_s=600.0)
+    run.until(lambda: run.cluster.pool.given_back == ["n2"], "the node to be left")
+    adopt, back = run.cluster.launcher.adopt, run.cluster.pool.given_back
+    before: list[int] = []
+
+    def adopting(*told: Any, **more: Any) -> Any:
+        before.append(len(back))
+        return adopt(*told, **more)
+
+    run.cluster.launcher.adopt = adopting  # type: ignore[method-assign]
+    run.kill()
+    held = run.coordinator.core.elastic.nodes["n2"]
+    assert (held.warning, held.given_back) == (warning, True)
+    assert before
+    assert {*before} == {1}
+    assert back == ["n2"] * 2
+    assert run.status()["layout"] == "tp1 pp1 dp1"
 
 
 def test_a_worker_that_dies_while_there_is_no_coordinator_is_missed(

@@ -190,6 +190,17 @@ def test_what_steps_take_comes_on_top_where_a_wait_has_some_in_it(
     assert {message.steps_s for message in told} == {90.0}
 
 
+def test_so_it_does_where_workers_that_train_are_to_hear_that_it_is_off() -> None:
+    play = Play(CHANGES["shrink"], steps_s=900.0)
+    play.begin()
+    while play.machine.phase is not Phase.PREPARE:
+        play.step(play.pending()[0])
+    play.feed(Cancelled("an operator's request"))
+    assert play.machine.phase is Phase.ABORT
+    assert play.machine.deadline is not None
+    assert play.machine.deadline.limit_s == 1200.0
+
+
 @pytest.mark.parametrize(
     ("worker", "phase", "wanted"),
     [(0, Phase.RELEASE, "FirstStep of workers [0], Released of workers [0]")],

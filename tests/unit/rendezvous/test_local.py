@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from liver_hpc.errors import DeadlineError, LiverError
+from liver_hpc.errors import DeadlineError, StoreAway
 from liver_hpc.protocol.messages import (
     Heartbeat,
     Proceed,
@@ -96,7 +96,7 @@ def test_what_was_asked_fails_when_the_connection_to_the_coordinator_breaks(ends
     ends.agent.write(b"")
     ends.agent.write(encode(PROCEED))
     assert ends.worker.receive(LIMIT_S) == PROCEED
-    with pytest.raises(LiverError, match="connection to the coordinator has broken"):
+    with pytest.raises(StoreAway, match="connection to the coordinator has broken"):
         answer.result(0.0)
 
 

@@ -768,6 +768,26 @@ def test_a_stop_is_remembered_where_the_world_cannot_recover() -> None:
     assert "no boundary is left whole in memory" in play.run.ending.reason
 
 
+def test_it_is_remembered_where_the_run_was_about_to_go_on_later() -> None:
+    play = that_recovers()
+    play.feed(e.CheckpointWritten(2, "/checkpoints/2", 1, 1.0, total_bytes=1))
+    play.feed(e.EndNear("the job's end", play.now_s, play.now_s + 100.0))
+    lose(play, 1)
+    assert play.ask(m.StopRequest(checkpoint=False)).ok
+    lose(play, 0)
+    assert play.run.ending is not None
+    assert play.run.ending.state is Ending.STOPPED
+
+
+def test_a_stop_waits_for_a_long_step() -> None:
+    play = that_recovers()
+    for _ in range(100):
+        play.run.elastic.estimates.handoffs.observe_step(400.0, 8)
+    assert play.ask(m.StopRequest(checkpoint=False)).ok
+    assert play.run._deadline is not None
+    assert play.run._deadline.limit_s >= play.run.config.limits.boundary_s + 3 * 400.0
+
+
 def test_a_world_that_breaks_again_and_again_at_one_step_is_given_up() -> None:
     """Nobody is dead: the step itself fails, and would in each world that is filled for it."""
     play = that_recovers()

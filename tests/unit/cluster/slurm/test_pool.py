@@ -144,7 +144,7 @@ def test_what_another_coordinator_held_is_there_before_slurm_says_a_word(
     answering = threading.Event()
     controller.hold = lambda: controller.answers_if(answering)
     watched = Watched(tmp_path, controller, 0.05)
-    watched.pool.start(watched.told.append, adopt={"n1", "n3"})
+    watched.pool.start(watched.told.append, adopt={"n1": None, "n3": None})
     try:
         assert [e.node.name for e in watched.told if isinstance(e, NodeGranted)] == ["n1", "n3"]
         watched.until(lambda: "does not answer" in watched.notes(), "the note")
@@ -160,6 +160,57 @@ def test_what_another_coordinator_held_is_there_before_slurm_says_a_word(
         watched.pool.close()
 
 
+CONFIGURED = """\
+PartitionName=spot GraceTime=600 PreemptMode=REQUEUE Nodes=n[1-3]
+KillWait                = 30 sec
+"""
+
+
+def test_what_another_coordinators_nodes_were_warned_of_is_known(
+    tmp_path: Path, controller: Controller
+) -> None:
+    """What was told is not told again, and what is over is withdrawn; a preemption of which that
+    one has not heard is known by the grace time."""
+    end_s = SystemClock().now_s() // 1 + 500.0
+    for n in (2, 3):
+        controller.jobs[n] = f"{n}|1+{n - 1}|RUNNING|None|{end_s:.0f}|n{n}|run"
+    controller.says |= {"scontrol": CONFIGURED, "sinfo": "n1|mixed|\n"}
+    watched = Watched(tmp_path, controller, 0.05)
+    for held in watched.pool._own[1:]:
+        held.partition = "spot"
+    drained = NodeWarned("n1", "drained", 1.0, None)
+    preempted = NodeWarned("n2", "preempted", 1.0, end_s)
+    watched.pool.start(watched.told.append, {"n1": drained, "n2": preempted, "n3": None})
+    try:
+        told = lambda kind: [e for e in watched.told if isinstance(e, kind)]  # noqa: E731
+        watched.until(lambda: len(told(NodeGranted)) == 4 and told(NodeWarned), "n1 to be as new")
+        assert told(NodeGranted)[3].node.name == "n1"
+        (warning,) = told(NodeWarned)
+        assert (warning.node, warning.reason) == ("n3", "preempted")
+        assert warning.deadline_s == end_s
+    finally:
+        controller.jobs.clear()
+        watched.pool.close()
+
+
+def test_a_burst_job_is_given_back_whole_though_agents_of_it_are_adopted(
+    tmp_path: Path, controller: Controller
+) -> None:
+    job = {"nodes": ["n4", "n5"], "since_s": 5.0}
+    (tmp_path / "burst.json").write_text(json.dumps({"job_name": "b", "granted": {"9": job}}))
+    controller.jobs[9] = "9|9|RUNNING|None|9999999999|n4,n5|run"
+    watched = Watched(tmp_path, controller, 600.0)
+    watched.pool.start(watched.told.append, dict.fromkeys(["n1", "n4", "n5"]))
+    try:
+        watched.pool.use("n4")  # for an agent that has ended
+        watched.pool.give_back("n4")
+        watched.pool.give_back("n5")
+        watched.until(lambda: ["scancel", "9"] in controller.asked, "it to be cancelled")
+    finally:
+        controller.jobs.clear()
+        watched.pool.close()
+
+
 @pytest.mark.parametrize(
     ("known", "granted"), [({"n1"}, ["n1", "n4", "n5"]), ({"n1", "n5"}, ["n1", "n5"])]
 )
@@ -170,7 +221,7 @@ def test_of_a_burst_job_there_are_the_nodes_that_the_run_has_not_lost(
     job = {"nodes": ["n4", "n5"], "since_s": 5.0}
     (tmp_path / "burst.json").write_text(json.dumps({"job_name": "b", "granted": {"9": job}}))
     watched = Watched(tmp_path, controller, 600.0)
-    watched.pool.start(watched.told.append, adopt=known)
+    watched.pool.start(watched.told.append, adopt=dict.fromkeys(known))
     try:
         told = [e.node.name for e in watched.told if isinstance(e, NodeGranted)]
         assert told == granted

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from liver_hpc.cluster.slurm.together import note_together, own_agent, step_of, together_path
+from liver_hpc.cluster.slurm.together import note_together, own_agent, together_path, told_together
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.run.actions import LaunchAgent
@@ -24,8 +24,10 @@ def test_each_task_finds_its_agent_and_a_later_coordinator_the_step(tmp_path: Pa
     note_together(path, launches)
     assert own_agent(path, {"SLURMD_NODENAME": "n1"}) == ("a0", (0, 1))
     assert own_agent(path, {"SLURMD_NODENAME": "n2"}) == ("a1", ())
-    assert step_of(tmp_path, "a1") == ("liver-a0", {"n1": "a0", "n2": "a1"})
-    assert step_of(tmp_path, "a2") is None
+    note_together(together_path(tmp_path, "liver-a2"), [LaunchAgent("a2", Seat("n1", ()), LAYOUT)])
+    together = ("liver-a0", {"n1": "a0", "n2": "a1"})
+    alone = ("liver-a2", {"n1": "a2"})
+    assert told_together(tmp_path) == {"a0": together, "a1": together, "a2": alone}
     assert path.stat().st_mode & 0o777 == 0o600
 
 
