@@ -345,10 +345,11 @@ class Lifecycle:
 
     def _tell_to_stop(self) -> None:
         assert self.world is not None
+        rank_map = self.world.rank_map
         directory = self._checkpoints if self._stop_saves else None
-        self.agents.send(self.world.rank_map.workers, m.Stop(checkpoint=directory))
+        self.agents.send(rank_map.workers, m.Stop(checkpoint=directory))
         writes_s = self._limits.transfer_s if self._stop_saves else 0.0
-        steps_s = self.elastic.estimates.handoffs.steps_s(*[self.world.rank_map] * 2)
+        steps_s = self.elastic.estimates.handoffs.steps_s(rank_map, rank_map)
         self._set_deadline(self._limits.beside_steps(steps_s).boundary_s + writes_s)
 
     def _end_if_all_finished(self) -> None:
