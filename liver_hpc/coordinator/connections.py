@@ -298,9 +298,10 @@ class PeerRegistry:
         self._conversations[peer] = conversation
         self._lose(peer, "it has not called since this coordinator began")
 
-    def connect(self, channel: Channel, calls: m.Calls, epoch: int) -> None:
+    def connect(self, channel: Channel, calls: m.Calls, epoch: int) -> list[int]:
         """Goes on with an agent and its workers, or begins. A worker that is not known, and is
-        expected, has been added before; another one is told to go."""
+        expected, has been added before; another one is told to go. Returns the workers that have
+        heard what is not known here: of another coordinator, whose journal lacks it."""
         agent = calls.agent
         own = self._conversations.setdefault(agent, Conversation())
         if (before := self._channels.pop(agent, None)) is not None:
@@ -311,6 +312,7 @@ class PeerRegistry:
         heard = {worker: each.heard or 0 for worker, each in known.items()}
         answer = m.Hears(heard=own.heard or 0, epoch=epoch, workers=heard)
         parts = [Part(m.encode(answer))]
+        lacking = [worker for worker, each in known.items() if each.lacks(calls.workers[worker])]
         for worker, conversation in known.items():
             self._agents[worker] = agent
             parts += conversation.resume(calls.workers[worker])
@@ -323,6 +325,7 @@ class PeerRegistry:
             self._why_away.pop(peer, None)
         self._to_send[agent] = parts
         self.flush()
+        return lacking
 
     def add(self, worker: int, agent: str) -> None:
         """A worker that has said its first word, through this agent."""

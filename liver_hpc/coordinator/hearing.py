@@ -76,8 +76,11 @@ class Hearing:
         for worker in calls.workers:
             if worker not in self.registry and self.core.expects(worker):
                 self.registry.add(worker, calls.agent)
-        self.registry.connect(channel, calls, self.epoch)
+        lacking = self.registry.connect(channel, calls, self.epoch)
         self.agents.called(calls.agent, calls.launches)
+        if lacking:
+            known = f"workers {lacking} were told more than the journal says, which could not"
+            self.feed(e.ShellFailed(f"{known} be written: this coordinator cannot take over"))
 
     def said(self, said: Said) -> None:
         """What has come at once; what workers say of a handoff or a recovery is one event."""

@@ -58,6 +58,10 @@ class Conversation:
         """A message that may be lost; without one, what is safe here."""
         return Part(data, 0, self._safe, self.who)
 
+    def lacks(self, heard: int) -> bool:
+        """Whether the other end has taken what this one does not know to have sent."""
+        return not self._goes_on and heard > self._last
+
     def resume(self, heard: int) -> Iterator[Part]:
         """What is to be said again over another connection, whose other end has taken all up to
         `heard`."""

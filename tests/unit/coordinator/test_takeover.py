@@ -207,6 +207,27 @@ def test_a_handoff_ends_in_one_of_its_worlds_wherever_the_coordinator_dies(
     assert run.ask(m.StopRequest()).ok
 
 
+def test_what_a_journal_lacks_that_could_not_be_written_is_found_at_once(
+    make: Callable[..., MortalRun],
+) -> None:
+    """Workers that were told more would take the next one's orders for old ones."""
+    run = make()
+    written, successor = len(run.metrics.lines), run.successor
+
+    def of_what_was_written() -> Coordinator:
+        del run.metrics.lines[written:]
+        return successor()
+
+    run.successor = of_what_was_written  # type: ignore[method-assign]
+    run.resize("tp=2,dp=2")
+    assert run.record(0).outcome == "completed"
+    run.die_at(0, before=False)
+    run.cluster.train()
+    run.until(lambda: run.result is not None, "the end of the run")
+    assert run.result is not None
+    assert "workers [0, 1] were told more than the journal says" in run.result.reason
+
+
 def test_what_nodes_were_warned_of_is_known_to_the_next_coordinator(
     make: Callable[..., MortalRun],
 ) -> None:

@@ -62,6 +62,12 @@ def test_what_is_safe_at_the_other_end_is_kept_no_longer() -> None:
     assert ours.tell() == Part(b"", 0, 4, 3)
 
 
+def test_one_that_lacks_what_was_said_knows_it() -> None:
+    known = Conversation(3, said=[b"1", b"2"])
+    assert [known.lacks(heard) for heard in (0, 2, 3)] == [False, False, True]
+    assert not Conversation(3, heard=None).lacks(3), "it goes on behind what another one has said"
+
+
 def test_a_gap_is_an_error() -> None:
     ours = Conversation(heard=4)
     with pytest.raises(ProtocolError, match="wanted message 5, got 6"):
