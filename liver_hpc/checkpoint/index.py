@@ -92,13 +92,15 @@ class SavedModel(_Frozen):
 class CheckpointIndex(_Frozen):
     """checkpoint.json: one complete checkpoint.
 
-    generation: of the world that was saved. parts, digests: in the order of the rank map's ranks;
+    run_directory: of the run that wrote it; empty in those of earlier releases. generation: of the
+    world that was saved. parts, digests: in the order of the rank map's ranks;
     digests are of all that a rank held, whether or not it was the one to write it. further: files
     of the checkpoint that are of no rank.
     """
 
     format_version: int
     run: str
+    run_directory: str = ""
     saved_s: float
     generation: int
     scalars: ScalarState

@@ -579,7 +579,7 @@ class CheckpointSection(Section):
 
     `load` is a Megatron checkpoint that a new run goes on from; of `weights` it takes the weights
     alone, and begins at step 0. With "auto" one is being written for `cost` of the time. `keep`
-    newest ones stay; null: all.
+    newest ones of the run stay; null: all.
     """
 
     directory: Path | None = None

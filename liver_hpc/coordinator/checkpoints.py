@@ -24,6 +24,7 @@ from liver_hpc.checkpoint.index import (
     part_name,
     partial_path,
     put_back,
+    read_index,
     remains,
     set_aside,
     track,
@@ -284,7 +285,7 @@ class Checkpoints:
             remove(partial_path(self.directory, step, world.generation))
             return e.CheckpointFailed(step, f"checkpoint of step {step} given up: {problem}")
         try:
-            self._remove_old(world.generation)
+            self._remove_old(world.generation, step)
         except OSError as error:  # it is tried again after the next checkpoint
             log.warning("old checkpoints in %s: %s", self.directory, error)
         return e.CheckpointWritten(
@@ -335,6 +336,7 @@ class Checkpoints:
         index = CheckpointIndex(
             format_version=FORMAT_VERSION,
             run=self._config.name,
+            run_directory=str(self._run.path),
             saved_s=self._clock.now_s(),
             generation=world.generation,
             scalars=saved[0].scalars,
@@ -358,20 +360,33 @@ class Checkpoints:
         flush_to_disk(self.directory)
         track(self.directory, step)
 
-    def _remove_old(self, generation: int) -> None:
-        """Leaves the newest ones; all where none of those is whole. The others get a name under
-        which they are none any more at once, that of the world which has written a newer one."""
-        found = complete_checkpoints(self.directory)
+    def _remove_old(self, generation: int, step: int) -> None:
+        """Leaves the newest ones of this run, and that of `step`, which was written just now and
+        may be of before a recovery; all where none of the newest is whole. The others get a name
+        under which they are none any more at once, that of the world which has written a newer one.
+        Nothing of another run is removed, from which this one may go on in its directory."""
         keep = self._config.checkpoint.keep
+        found = (
+            [] if keep is None else [*filter(self._is_own, complete_checkpoints(self.directory))]
+        )
         old = found[:-keep] if keep is not None else []
         if old and not any(is_whole(path) for _, path in reversed(found[len(old) :])):
             log.error("none of the newest checkpoints is whole: those before stay")
             old = []
-        for step, path in old:
-            self._retire(path, partial_path(self.directory, step, generation))
+        for of, path in old:
+            if of != step:
+                self._retire(path, partial_path(self.directory, of, generation))
         for _, path in remains(self.directory):
             if path.suffix == ".replaced":
                 self._retire(path, path)
+
+    def _is_own(self, found: tuple[int, Path]) -> bool:
+        own_directory = self._config.checkpoint.directory is None
+        try:
+            of = read_index(found[1]).run_directory
+        except CheckpointError:
+            return own_directory
+        return of == str(self._run.path) or (not of and own_directory)
 
     def _retire(self, path: Path, name: Path) -> None:
         retired = name.with_suffix(".removed")

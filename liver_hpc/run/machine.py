@@ -106,6 +106,7 @@ class Run(Lifecycle):
             known.append(self._resumed.generation)
             self._steps_done = self.recorder.first_step = step
             self._checkpointed = step, self._resumed.path
+            self.recoveries.note_checkpoint(step)
             self.elastic.queue.skip(step)
             self.elastic.estimates.policy.at_step(step)
             self._note(f"goes on from step {step}, saved at {self._resumed.layout}")
@@ -402,6 +403,7 @@ class Run(Lifecycle):
 
     def _checkpoint_written(self, event: e.CheckpointWritten) -> None:
         self._checkpointed, self._checkpoint_failure = (event.step, event.path), ""
+        self.recoveries.note_checkpoint(event.step)
         self.elastic.estimates.handoffs.observe_checkpoint(event.largest_bytes, event.took_s)
         took = f"{event.total_bytes} bytes in {event.took_s:.2f} s"
         self._note(f"checkpoint of step {event.step}: {took}")

@@ -90,6 +90,7 @@ class Recoveries:
         self._furthest = -1  # the most steps that were done when one began
         self._in_vain = 0  # how many have begun since without a further one
         self._newest = -1, 0  # snapshot: its generation and step
+        self._checkpointed = 0  # the step of the newest checkpoint
 
     def describe(self) -> str:
         """What holds up every request now; empty when there is none."""
@@ -102,6 +103,10 @@ class Recoveries:
     def note_snapshot(self, generation: int, step: int) -> None:
         """The snapshot of the boundary after `step` steps is complete on all workers."""
         self._newest = generation, step
+
+    def note_checkpoint(self, step: int) -> None:
+        """There is a checkpoint of the boundary after `step` steps."""
+        self._checkpointed = max(self._checkpointed, step)
 
     def redone_steps(self, world: WorldRef, step: int) -> float:
         """How many steps would be done again if a worker of `world` were lost now, `step` being
@@ -182,6 +187,9 @@ class Recoveries:
             kept = ", ".join(f"{w}: {_told(each)}" for w, each in sorted(held.items())) or "nobody"
             self._give_up(f"no boundary is left whole in memory ({kept})")
             return
+        if older := self._older_than_disk(now.source.rank_map, salvage.scalars.step):
+            self._give_up(older)
+            return
         able = [*(worker for worker in sorted(held) if worker not in now.lingering)]
         able += (spares := self._elastic.nodes.kept())
         layout = self._layout(now.source.rank_map.layout, len(able))
@@ -217,6 +225,15 @@ class Recoveries:
         self._agents.send(sorted({*now.involved, *now.unseated}), refill)
         limits = self._config.limits
         self._wait(limits.prepare_s + limits.transfer_s)
+
+    def _older_than_disk(self, source: RankMap, step: int) -> str:
+        """Why a start from the newest checkpoint trains on sooner than the boundary in memory after
+        `step` steps, whose steps since would be done again; empty where it does not."""
+        newer, handoffs = self._checkpointed, self._elastic.estimates.handoffs
+        again_s = (newer - step) * handoffs.usual_step_s()
+        if again_s <= handoffs.restart_s(source):
+            return ""
+        return f"memory has the boundary after step {step}, there is a checkpoint of step {newer}"
 
     def _layout(self, before: Layout, workers: int) -> Layout | None:
         """The same shape where there are workers enough, else the best for those there are."""

@@ -174,7 +174,9 @@ class Trainer(WorldHolder):
                     self._save(self._stop_saves_in)
                 elif self._is_due(range(boundary, boundary + 1), wanted):
                     self._save(self._context.checkpoints)
-                break  # an evaluation that is due here is done when the run goes on
+                if self.step == self._context.config.train.steps:
+                    self._evaluate_if_due()
+                break  # else an evaluation that is due here is done when the run goes on
             ended_s = self._evaluate_if_due() or ended_s
             if result.ready == members and self.step < self._last:
                 assert session is not None

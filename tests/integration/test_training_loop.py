@@ -50,10 +50,15 @@ def trainer_of(process: WorkerProcess, recipe: Any, sent: list[Any]) -> Any:
     return trainer
 
 
-def told_while_steps_run(process: WorkerProcess, validation: Any = None) -> dict[str, Any]:
+def told_while_steps_run(
+    process: WorkerProcess, validation: Any = None, steps: int | None = None
+) -> dict[str, Any]:
     sent: list[Any] = []
     recipe = tiny_recipe()
-    recipe.config = recipe.config.model_copy(update={"eval": validation})
+    train = recipe.config.train.model_copy(update={"steps": steps or recipe.config.train.steps})
+    nothing = recipe.config.checkpoint.model_copy(update={"every_steps": None})
+    sections = {"eval": validation, "train": train, "checkpoint": nothing}
+    recipe.config = recipe.config.model_copy(update=sections)
     trainer = trainer_of(process, recipe, sent)
     session: Any = _Armed()
     handed_off_at: list[int] = []
@@ -110,6 +115,14 @@ def test_an_evaluation_comes_before_the_handoff_and_not_before_a_stop(tmp_path: 
     assert answer["bounds_s"][2][0] == done.ended_s, "it is in no step"
 
 
+def test_it_comes_before_a_stop_where_the_run_is_done(tmp_path: Path) -> None:
+    """There is no next start that would do it."""
+    every = EvalSection(every_steps=2, steps=2)
+    (answer,) = run_workers(told_while_steps_run, 1, tmp_path, every, STOPPED_IN + 1)
+    assert [done.step for done in answer["evaluations"]] == [2, STOPPED_IN + 1]
+    assert answer["finished"] == [STOPPED_IN + 1]
+
+
 def stops_by_interval(process: WorkerProcess, begun: int) -> tuple[Any, Any]:
     """Where a start ends that goes on after `begun` steps, and how often it has saved."""
     recipe = tiny_recipe()
@@ -138,6 +151,7 @@ def went_back(process: WorkerProcess, step: int, adams: int) -> tuple[Any, Any]:
     source.load_scalar_state(source.scalar_state(step).model_copy(update={"optimizer_step": adams}))
     before = source.scalar_state(step)
     session = mock.Mock(source=source.rank_map, generation=1, shared_groups=True)
+    session.limits = trainer._context.config.limits
     session.wait.return_value = Resume(generation=1, rebuild_generation=2)
     trainer.session = session
     trainer._go_back(session, source, Abort(generation=1, reason="a test"))

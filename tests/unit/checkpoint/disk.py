@@ -162,10 +162,13 @@ def _the_one(checkpoints: Checkpoints) -> Any:
 
 
 class Disk:
-    """The checkpoints of a run of `model` in `directory`, whose first worker is `first`."""
+    """The checkpoints of a run of `model` in `directory`, whose first worker is `first`; elsewhere:
+    where they lie, if not there."""
 
-    def __init__(self, model: ModelSpec, directory: Path, keep: int = 2) -> None:
-        config = tiny_run(checkpoint={"keep": keep})
+    def __init__(
+        self, model: ModelSpec, directory: Path, keep: int = 2, elsewhere: Path | None = None
+    ) -> None:
+        config = tiny_run(checkpoint={"keep": keep, "directory": elsewhere})
         self.model = model
         self.run_directory = directory
         self.checkpoints = opened(config, model, directory)

@@ -195,6 +195,31 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert newest.index.scalars.step == 3_000_000_000
 
 
+def test_one_that_is_written_after_going_back_stays(tmp_path: Path) -> None:
+    """A recovery from memory may go back to before the newest on disk."""
+    disk = Disk(TIED, tmp_path, keep=2)
+    for step in (60, 120, 40):
+        written = disk.save(TWO, step)
+    assert isinstance(written, CheckpointWritten)
+    assert Path(written.path).is_dir()
+    assert tracked_step(disk.directory) == 40
+    disk.save(TWO, 80)
+    assert disk.steps() == ["iter_0000080", "iter_0000120"]
+    assert tracked_step(disk.directory) == 80
+
+
+def test_those_of_another_run_in_the_directory_stay(tmp_path: Path) -> None:
+    """A run may go on from them, and save where they are."""
+    (shared := tmp_path / "shared").mkdir()
+    for run, steps, keep in (("a", (2, 4, 6), 9), ("b", (8, 10), 1)):
+        (tmp_path / run).mkdir()
+        (tmp_path / run / "checkpoints").symlink_to(shared)
+        disk = Disk(TIED, tmp_path / run, keep, shared)
+        for step in steps:
+            disk.save(TWO, step)
+    assert disk.steps() == [f"iter_{step:07d}" for step in (2, 4, 6, 10)]
+
+
 def test_nobody_waits_until_old_ones_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -788,6 +788,24 @@ def test_a_stop_waits_for_a_long_step() -> None:
     assert play.run._deadline.limit_s >= play.run.config.limits.boundary_s + 3 * 400.0
 
 
+@pytest.mark.parametrize("newer", [True, False])
+def test_memory_that_is_much_older_than_the_newest_checkpoint_is_not_gone_back_to(
+    newer: bool,
+) -> None:
+    """As where snapshots have failed since the run grew, and checkpoints have not."""
+    play = that_recovers()
+    step = 19_500 if newer else play.run.recorder.steps_done + 1
+    play.feed(e.CheckpointWritten(step, "/checkpoints", 1, 1.0, total_bytes=1))
+    lose(play, 1)
+    play.settle()
+    if not newer:
+        assert play.run.state is RunState.TRAINING
+        return
+    assert play.run.ending is not None
+    assert play.run.ending.state is Ending.RESTART
+    assert "there is a checkpoint of step 19500" in play.run.ending.reason
+
+
 def test_a_world_that_breaks_again_and_again_at_one_step_is_given_up() -> None:
     """Nobody is dead: the step itself fails, and would in each world that is filled for it."""
     play = that_recovers()
