@@ -12,6 +12,7 @@ and the run file is the one that the job began with.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -51,7 +52,11 @@ def submit_to_cluster(run: RunDirectory, config: RunConfig) -> str:
     import submitit
 
     executor = submitit.LocalExecutor(run.jobs_path)
-    executor.update_parameters(timeout_min=config.cluster.timeout_min, stderr_to_stdout=True)
+    timeout_min = config.cluster.timeout_min
+    window_s = min(math.ceil(config.cluster.slurm.end_window_s), 60 * timeout_min // 2)
+    executor.update_parameters(
+        timeout_min=timeout_min, signal_delay_s=window_s, stderr_to_stdout=True
+    )
     os.environ["PYTHONSAFEPATH"] = "1"  # -P, which submitit's two processes cannot be given
     devices = os.environ.get(_VISIBLE_DEVICES)
     return str(executor.submit(coordinate_locally, str(run.path), devices).job_id)
@@ -97,7 +102,7 @@ def coordinate_locally(run_directory: str, visible_devices: str | None) -> int:
     hosted = HostedCoordinator(Path(run_directory))
     for number in _STOP_SIGNALS:
         signal.signal(number, lambda number, frame: hosted.stop(signal.Signals(number).name))
-    # Half a minute before the job's time is up, for which submitit would requeue it or raise.
+    # Before the job's time is up, for which submitit would requeue it or raise.
     signal.signal(signal.SIGUSR2, lambda number, frame: hosted.stop(_TIME_LIMIT, checkpoint=True))
     hosted.start()
     _wait_for_the_end(hosted, RunDirectory(Path(run_directory)))

@@ -376,6 +376,37 @@ def test_a_signal_to_a_local_job_stops_its_run(
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
+@pytest.mark.parametrize(
+    ("timeout_min", "end_window_s", "wanted_s"), [(60, 600.5, 601), (60, 5.0, 5), (1, 120.0, 30)]
+)
+def test_a_local_job_is_told_of_its_time_limit_as_long_before_as_the_run_file_has_it(
+    timeout_min: int,
+    end_window_s: float,
+    wanted_s: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that a checkpoint fits; but not before it begins."""
+    given: dict[str, Any] = {}
+
+    class Executor:
+        def __init__(self, folder: Path) -> None: ...
+
+        def update_parameters(self, **parameters: Any) -> None:
+            given.update(parameters)
+
+        def submit(self, *call: Any) -> types.SimpleNamespace:
+            return types.SimpleNamespace(job_id="8")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    monkeypatch.setattr("submitit.LocalExecutor", Executor)
+    slurm = {"end_window_s": end_window_s}
+    config = minimal(cluster={"kind": "local", "timeout_min": timeout_min, "slurm": slurm})
+    assert launch.submit_to_cluster(create_run_directory(config), config) == "8"
+    assert (given["timeout_min"], given["signal_delay_s"]) == (timeout_min, wanted_s)
+
+
 def test_an_outcome_is_known_while_its_metrics_are_written(
     asked: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
