@@ -283,7 +283,9 @@ class JobSignals:
         elif number in _END_SIGNALS and self.job is not None:
             self._end_near(self._hosted, self.job)
         else:
-            self._hosted.stop(signal.Signals(number).name)
+            # Whoever cancels a job may want to go on from where it was.
+            in_job = self.job is not None
+            self._hosted.stop(signal.Signals(number).name, checkpoint=in_job)
 
     def _end_near(self, hosted: HostedCoordinator, job: OwnJob) -> None:
         """Raises _TimeIsUp where nobody is left to wait for."""

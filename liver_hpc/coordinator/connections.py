@@ -165,7 +165,7 @@ class Control:
         self._pass_notes_on()
 
     def stop(self, why: str, checkpoint: bool = False) -> None:
-        """The run is to stop at its next step boundary. checkpoint: with one in any case."""
+        """The run is to stop at its next step boundary; `checkpoint`: with one."""
         self._say(StopSignalled(why, checkpoint))
 
     def end_near(self, reason: str, deadline_s: float) -> None:

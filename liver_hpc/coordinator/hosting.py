@@ -78,8 +78,8 @@ class HostedCoordinator:
         self._fork()
 
     def stop(self, why: str, checkpoint: bool = False) -> None:
-        """The run is to stop at its next step boundary. checkpoint: with one in any case. Where
-        another coordinator has it, this process alone ends: that one may be gone without a word."""
+        """The run is to stop at its next step boundary; `checkpoint`: with one. Where another
+        coordinator has it, this process alone ends: that one may be gone without a word."""
         self._ended |= self.is_superseded
         self._say({"stop": [why, checkpoint]})
 

@@ -223,7 +223,7 @@ class OperatorAsked:
 
 @dataclass(frozen=True)
 class StopSignalled:
-    """The coordinator's process was told to stop. checkpoint: with one in any case."""
+    """The coordinator's process was told to stop; `checkpoint`: with one."""
 
     reason: str
     checkpoint: bool = False

@@ -438,9 +438,7 @@ class Run(Lifecycle):
             self._fail(late)
 
     def _stop_signalled(self, event: e.StopSignalled) -> None:
-        # Whoever cancels a job may want to go on from where it was.
-        on_slurm = self.config.cluster.kind == "slurm"
-        self._stop(event.reason, checkpoint=event.checkpoint or on_slurm)
+        self._stop(event.reason, event.checkpoint)
 
     # ---- after the end
 

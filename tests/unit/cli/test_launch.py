@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from liver_hpc.cli import launch
-from liver_hpc.cli.launch import CoordinatorJob, coordinate_here, coordinate_locally
+from liver_hpc.cli.launch import CoordinatorJob, JobSignals, coordinate_here, coordinate_locally
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.slurm.run_job import OwnJob
 from liver_hpc.coordinator.connections import Control, Inbox
@@ -330,9 +330,9 @@ def test_a_cancelled_job_stops_its_run(coordinator: Coordinator, asked: Path) ->
 
     stop, run = HostedCoordinator.stop, a_run(requeue=True)
 
-    def stopped(hosted: HostedCoordinator, why: str) -> None:
-        stop(hosted, why)
-        assert why == "SIGTERM"
+    def stopped(hosted: HostedCoordinator, why: str, checkpoint: bool) -> None:
+        stop(hosted, why, checkpoint)
+        assert (why, checkpoint) == ("SIGTERM", True)
         (run.path / "told").touch()
 
     coordinator(ends)
@@ -357,23 +357,41 @@ def test_a_signal_to_a_local_job_stops_its_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Who ends it wants no more of it; whose time is up goes on another time."""
+    signals_parent(monkeypatch, number)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert coordinate_locally(str(tmp_path), None) == 0
+    assert RunDirectory(tmp_path).last_outcome() == Outcome("stopped", str(wanted), 0)
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+
+
+def signals_parent(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    """The coordinator signals the process that hosts it, and ends with what it is told then."""
 
     def signalled(directory: Path, control: Control) -> Outcome:
         os.kill(os.getppid(), number)
         inbox = Inbox()
         control.reach(inbox)
-        Outcome("stopped", str(inbox.get(LIMIT_S)), 0).write(directory)
-        return Outcome("stopped", "test", 0)
+        outcome = Outcome("stopped", str(inbox.get(LIMIT_S)), 0)
+        outcome.write(directory)
+        return outcome
 
     module = types.ModuleType("liver_hpc.coordinator.main")
     vars(module)["run_coordinator"] = signalled
     monkeypatch.setitem(sys.modules, "liver_hpc.coordinator.main", module)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert coordinate_locally(str(tmp_path), None) == 0
-    heard = RunDirectory(tmp_path).last_outcome()
-    assert heard is not None
-    assert heard.reason == str(wanted)
-    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+
+
+@pytest.mark.usefixtures("asked")
+@pytest.mark.parametrize(("job_id", "saves"), [("77", True), ("", False)])
+def test_a_local_run_that_is_signalled_saves_its_state_in_a_slurm_job_alone(
+    job_id: str, saves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever cancels a job, as Slurm does at its time limit, may want to go on."""
+    signals_parent(monkeypatch, signal.SIGTERM)
+    monkeypatch.setenv("SLURM_JOB_ID", job_id)
+    signals = JobSignals()
+    signals.listen()
+    outcome = signals.coordinate(create_run_directory(minimal(cluster={"kind": "local"})))
+    assert outcome == Outcome("stopped", str(StopSignalled("SIGTERM", checkpoint=saves)), 0)
 
 
 @pytest.mark.parametrize(
