@@ -151,16 +151,25 @@ class ElasticPolicy:
         if self._config.workers.warm and node.automatic and not (at_start or leaves):
             self._agents.start(node.name)  # it imports while it is decided what becomes of the node
 
-    def first_layout(self, preferred: Layout, resumed: bool) -> Layout | None:
-        """What to begin with on the nodes at hand; None while they are too few.
+    def first_layout(self, preferred: Layout, resumed: bool, more: int = 0) -> Layout | None:
+        """What to begin with on the nodes at hand, and `more` slots; None while they are too few.
 
         A run that is resumed takes what there is, a new one waits for `workers.initial`.
         """
         room = self.nodes.free_slots()
-        if room is None or (room >= preferred.workers and not resumed):
+        if room is None or (room + more >= preferred.workers and not resumed):
             return preferred
-        automatic = self.nodes.room(()) or 0
+        automatic = (self.nodes.room(()) or 0) + more
         return self.estimates.policy.best(min(automatic, self.queue.bound)) if resumed else None
+
+    def slots_to_come(self) -> int:
+        """Those of the burst nodes that may be held besides the usable ones."""
+        cluster = self._config.cluster
+        burst = cluster.slurm.burst
+        if burst is None:
+            return 0
+        held = sum(node.slots or 0 for node in self.nodes.usable() if node.burst)
+        return max(0, burst.max_nodes * cluster.slots(burst) - held)
 
     # ---- nodes to be left
 

@@ -191,6 +191,7 @@ class Lifecycle:
         """Once there are nodes enough; false before."""
         layout = self.elastic.first_layout(self.first_layout, self._goes_on)
         if layout is None:
+            self._wait_for_nodes()
             return False
         self.first_layout, self._launched = layout, True
         self._note(f"launching {layout.workers} workers for {layout}")
@@ -198,6 +199,28 @@ class Lifecycle:
         self.agents.launch(self._first_generation, layout, seats)
         self._set_deadline(self._limits.boot_s + self._limits.meet_s)
         return True
+
+    def _wait_for_nodes(self) -> None:
+        """For as long as burst nodes may come that are enough, else for a while."""
+        coming = self.elastic.slots_to_come()
+        if self.elastic.first_layout(self.first_layout, self._goes_on, coming) is not None:
+            self._deadline = None
+        elif self._deadline is None:
+            self._set_deadline(self._limits.boot_s)
+
+    def _too_few_nodes(self) -> None:
+        """Ends a start that waited in vain: a run that goes on may have more in its job's next
+        start, a new one is not begun over and over again."""
+        elastic, cluster = self.elastic, self.config.cluster
+        layouts = [self.first_layout]
+        if self._goes_on:
+            layouts = elastic.estimates.policy.choices(elastic.queue.bound)
+        again = self._goes_on and cluster.kind == "slurm" and cluster.slurm.requeue
+        self._end(
+            Ending.REQUEUE if again else Ending.FAILED,
+            f"no nodes for {', '.join(map(str, layouts))}, and none to come that are enough; held: "
+            f"{elastic.nodes.describe()}",
+        )
 
     def _begin(self) -> None:
         """The first world: its groups within nodes, and on one node in the order of ids."""

@@ -324,6 +324,11 @@ class Run(Lifecycle):
 
     # ---- nodes
 
+    def _node_granted(self, event: e.NodeGranted) -> None:
+        self.elastic.granted(event, at_start=self.world is None)
+        if not self._launched:
+            self._deadline = None  # others may follow
+
     def _node_warned(self, event: e.NodeWarned) -> None:
         if not self.elastic.warned(event):
             return
@@ -431,6 +436,9 @@ class Run(Lifecycle):
             self._lost(worker, "did not end by itself")
         if self._state is ENDED or self._deadline is None or not self._deadline.expired():
             return
+        if self._state is STARTING and not self._launched:
+            self._too_few_nodes()
+            return
         late = f"waited {self._deadline.limit_s:g} s for {self._waits_for()}"
         if self._state is STARTING:
             self._start_failed(late)
@@ -478,7 +486,7 @@ _TABLE: dict[tuple[RunState, type], Handler] = {
             e.TookOver: lambda run, event: None,
             e.Regained: Run._regained,
             e.StoodStill: Run._stood_still,
-            e.NodeGranted: lambda run, event: run.elastic.granted(event, run.world is None),
+            e.NodeGranted: Run._node_granted,
             e.NodeWarned: Run._node_warned,
             e.NodeGone: Run._node_gone,
             e.EndNear: Run._end_near,

@@ -38,9 +38,10 @@ def comes_to_rest(play: Play) -> None:
 
 
 def _waits_for_nodes(play: Play) -> bool:
-    """A start without nodes enough waits for them, for as long as nobody stops it."""
+    """A start without nodes enough waits for burst nodes, for as long as nobody stops it."""
     run = play.run
-    return run.state is RunState.STARTING and run._may_launch and not run._launched
+    waits = run.state is RunState.STARTING and run._may_launch and not run._launched
+    return waits and play.scene.config.cluster.slurm.burst is not None
 
 
 def _at_rest(play: Play) -> None:

@@ -10,7 +10,7 @@ from types import FrameType
 
 import pytest
 
-from liver_hpc.config.schema import EvalSection, PolicySection, RunConfig
+from liver_hpc.config.schema import ClusterSection, EvalSection, PolicySection, RunConfig
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.layout.placement import place
 from liver_hpc.protocol import messages as m
@@ -27,6 +27,7 @@ from liver_hpc.run.recovery import MOST_ROUNDS
 from liver_hpc.run.requests import IN_PLACE
 from tests.fakes import Fault, tiny_recipe, tiny_run
 from tests.unit.run.choices import Choices
+from tests.unit.run.endings import replays
 from tests.unit.run.outside import PlayedWorker
 from tests.unit.run.play import Play
 from tests.unit.run.remembered import remembered
@@ -326,6 +327,85 @@ def test_schedules_are_the_same_again() -> None:
 
     data = random.Random(5).randbytes(120)
     assert repr(schedule(data).entries) == repr(schedule(data).entries)
+
+
+# ---- a start with too few nodes
+
+RESUMED = e.Resumed("/checkpoints/step-5", 5, 3, "tp1 pp1 dp2")
+
+
+def on_one_node(resumed: e.Resumed | None = RESUMED, burst: int = 0, **slurm: object) -> Play:
+    """A start that finds one of two nodes, of which each layout wants both; burst: its max_nodes"""
+    (scene,) = (scene for scene in SCENES if scene.name == "nowhere to go")
+    burst_section = {"partition": "burst", "max_nodes": burst} if burst else None
+    cluster = {"kind": "slurm", "slurm": {"burst": burst_section, **slurm}}
+    config = scene.config.model_copy(update={"cluster": ClusterSection.model_validate(cluster)})
+    play = Play(replace(scene, config=config, first=scene.first[:1]), Choices(b""))
+    play._start(resumed, e.Memory(), play.scene.first)
+    return play
+
+
+def wait_for_nodes(play: Play) -> None:
+    """As long as a launch takes at most, in ticks."""
+    for _ in range(5):
+        play.wait(DEADLINES["boot_s"] / 5)
+
+
+@pytest.mark.parametrize(
+    ("resumed", "requeue", "ending", "wanted"),
+    [
+        (RESUMED, True, Ending.REQUEUE, "tp1 pp1 dp2, tp2 pp1 dp1"),
+        (RESUMED, False, Ending.FAILED, "tp1 pp1 dp2, tp2 pp1 dp1"),
+        (None, True, Ending.FAILED, "tp1 pp1 dp2"),
+    ],
+)
+def test_a_start_with_nodes_for_no_layout_ends_where_no_more_can_come(
+    resumed: e.Resumed | None, requeue: bool, ending: Ending, wanted: str
+) -> None:
+    """They would stand idle until their job's time is up."""
+    play = on_one_node(resumed, requeue=requeue)
+    play.wait(DEADLINES["boot_s"] - 1.0)
+    assert play.run.ending is None
+    play.wait(1.0)
+    assert play.run.ending is not None
+    assert play.run.ending.state is ending
+    assert play.run.ending.reason == (
+        f"no nodes for {wanted}, and none to come that are enough; held: "
+        "n1 (main): 0 of 1 slots taken"
+    )
+    replays(play)
+
+
+def test_a_start_with_nodes_for_no_layout_waits_for_burst_nodes() -> None:
+    play = on_one_node(burst=1)
+    wait_for_nodes(play)
+    assert play.run.ending is None
+    play.grant(burst(3))
+    play.settle()
+    assert play.run.state is RunState.TRAINING
+
+
+def test_burst_nodes_that_are_not_enough_are_not_waited_for() -> None:
+    play = on_one_node(burst=1)
+    play.withdraw("n1", "it is down")
+    play.hear_pool()
+    wait_for_nodes(play)
+    assert play.run.ending is not None
+    assert play.run.ending.reason.endswith("held: no node is held")
+
+
+def test_a_start_waits_on_while_nodes_come() -> None:
+    play = on_one_node(resumed=None)
+    play.wait(DEADLINES["boot_s"] - 1.0)
+    play.withdraw("n1", "it is down")
+    play.hear_pool()
+    play.grant(play.scene.first[0])
+    play.hear_pool()
+    play.wait(DEADLINES["boot_s"] - 1.0)
+    assert play.run.ending is None
+    play.grant(TWO_NODES.first[1])
+    play.settle()
+    assert play.run.state is RunState.TRAINING
 
 
 # ---- evaluation
