@@ -79,6 +79,23 @@ def file_lock(path: Path, limit_s: float = LOCK_LIMIT_S) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def first_alone(mark: Path, limit_s: float = LOCK_LIMIT_S) -> Iterator[None]:
+    """What one process must have done before others may do it side by side: the body is under a
+    lock beside `mark` until it has once ended without an error, which the file `mark` tells.
+
+    Raises what `file_lock` raises.
+    """
+    with contextlib.ExitStack() as held:
+        if not mark.exists():
+            held.enter_context(file_lock(mark.with_name(f"{mark.name}.lock"), limit_s))
+            if mark.exists():  # whoever had the lock before has done it
+                held.close()
+        yield
+        if not mark.exists():
+            mark.touch()
+
+
 def whose(status: os.stat_result) -> str:
     """ "belongs to user ann, this is user bob" of a file that is not this user's; else empty."""
     if status.st_uid == os.geteuid():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
+from liver_hpc.host.files import LOCK_LIMIT_S
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.ramp import samples_before
 from liver_hpc.layout.stages import stage_layers
@@ -123,6 +124,7 @@ class GPT(Recipe):
             ),
             seed=data.seed,
             cache=run_directory / "data-cache",
+            limit_s=max(LOCK_LIMIT_S, self.config.limits.boot_s),
         )
 
     def batch(self, step: int) -> Sequence[Any]:

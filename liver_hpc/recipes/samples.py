@@ -27,7 +27,7 @@ from megatron.core.datasets.utils import Split, normalize
 
 from liver_hpc.config.indexed_data import read_indexed_data
 from liver_hpc.errors import ConfigError
-from liver_hpc.host.files import file_lock, write_whole
+from liver_hpc.host.files import LOCK_LIMIT_S, first_alone, write_whole
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -63,14 +63,15 @@ class _Orders:
     there. Here the first process that comes builds them, with or without a default group.
     """
 
-    def __init__(self, cache: Path, *depends_on: object) -> None:
+    def __init__(self, cache: Path, limit_s: float, *depends_on: object) -> None:
+        self._limit_s = limit_s
         self._path = cache / f"samples-{_hash(repr(depends_on).encode()).hexdigest()}"
 
     def shared(
         self, names: Sequence[str], make: Callable[[], tuple[NDArray[Any], ...]]
     ) -> tuple[NDArray[Any], ...]:
         paths = [self._path.with_name(f"{self._path.name}-{name}.npy") for name in names]
-        with file_lock(self._path.with_name(f"{self._path.name}.lock")):
+        with first_alone(paths[-1], self._limit_s):
             if not paths[-1].exists():
                 for path, order in zip(paths, make(), strict=True):
                     _save(path, order)
@@ -115,14 +116,21 @@ class TokenSamples:
 
     counts: how many of each; those of validation come of that share of the data. Their order is
     kept under `cache`, which all processes of a run share; the first one makes it while the others
-    wait. Where the data has too few samples, they come again in a new order. Raises ConfigError
-    when the data is not whole, or a share of it is shorter than one sample.
+    wait, for `limit_s` at most. Where the data has too few samples, they come again in a new order.
+    Raises ConfigError when the data is not whole, or a share of it is shorter than one sample, and
+    DeadlineError.
     """
 
     def __init__(
-        self, corpus: Corpus, seq_length: int, counts: Sequence[int], seed: int, cache: Path
+        self,
+        corpus: Corpus,
+        seq_length: int,
+        counts: Sequence[int],
+        seed: int,
+        cache: Path,
+        limit_s: float = LOCK_LIMIT_S,
     ) -> None:
-        self._corpus, self._cache = corpus, cache
+        self._corpus, self._orders = corpus, partial(_Orders, cache, limit_s)
         self._config = GPTDatasetConfig(
             random_seed=seed,
             sequence_length=seq_length,
@@ -174,7 +182,7 @@ class TokenSamples:
         )
         mixed = [self._of_one(index, split, share, size) for index, size in enumerate(made)]
         depends_on = (self._of_data, weights, self._corpus.split, split.name, made, sum(sizes))
-        orders = _Orders(self._cache, *depends_on)
+        orders = self._orders(*depends_on)
         return _SharedBlendedDataset(mixed, weights, sum(sizes), self._config, orders=orders)
 
     def _of_one(
@@ -200,7 +208,7 @@ class TokenSamples:
             count,
             split,
             self._config,
-            orders=_Orders(self._cache, *depends_on),
+            orders=self._orders(*depends_on),
         )
 
 

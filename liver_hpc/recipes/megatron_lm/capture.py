@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import megatron.core
 import torch
 from megatron.core import num_microbatches_calculator, rerun_state_machine
 from megatron.core.rerun_state_machine import RerunMode, RerunStateMachine
@@ -100,6 +101,11 @@ class Script:
             module_globals.answer_per_world(module)
         vars(self.arguments)["_print_args"] = lambda *_args: None
         self._defaults = validation.take_over(self.arguments)
+
+    @property
+    def identity(self) -> object:
+        """What is the same where it does the same: all that it is, and gets, but the layout."""
+        return megatron.core.__version__, self._path, self._path.read_bytes(), self._words
 
     def at(self, layout: Layout) -> Captured:
         """Runs the script, where that has not been done for the layout. Not collective.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.metadata
 import types
@@ -15,12 +16,12 @@ import torch
 from megatron.core import parallel_state
 
 from liver_hpc.errors import ConfigError
-from liver_hpc.host.files import file_lock
+from liver_hpc.host.files import LOCK_LIMIT_S, file_lock, first_alone
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.recipes.megatron_lm.capture import Script, alone
 from liver_hpc.world import module_globals, thread
 
-_LOCK = "megatron-lm-data.lock"
+_LOCK = "megatron-lm-helpers.lock"
 _HELPERS = "megatron.core.datasets.helpers_cpp"
 _ALONE = ("TENSOR_MODEL_PARALLEL", "PIPELINE_MODEL_PARALLEL", "DATA_PARALLEL")
 
@@ -43,21 +44,24 @@ class Datasets:
     validation: Any
 
 
-def open_datasets(script: Script, layout: Layout, run_directory: Path) -> Datasets:
+def open_datasets(script: Script, layout: Layout, directory: Path, boot_s: float) -> Datasets:
     """Asks the script for its datasets, of as many samples as Megatron would ask for.
 
     The first process of a run that comes writes the index cache, and compiles Megatron's helpers
-    where nobody has, while the others wait. Not collective. Raises ConfigError where they cannot be
-    compiled, and what the script raises.
+    where nobody has, while the others wait, as long as a boot may take; once a file in `directory`
+    tells that the cache is complete, all load it side by side. Not collective. Raises ConfigError
+    where the helpers cannot be compiled, DeadlineError, and what the script raises.
     """
     world = types.SimpleNamespace()
     captured = script.answer_for(world, layout, Coordinate(0, 0, 0))
     _answer_as_one(world)
-    run_directory.mkdir(parents=True, exist_ok=True)
-    with thread.groups_in_use(world), alone(), file_lock(run_directory / _LOCK):
-        _find_helpers()
+    limit_s = max(LOCK_LIMIT_S, boot_s)
+    with thread.groups_in_use(world), alone():
         numbers = script.training.get_train_valid_test_num_samples()
-        train, validation, _ = captured.datasets_provider(numbers)
+        call = hashlib.blake2b(repr((script.identity, numbers)).encode(), digest_size=8).hexdigest()
+        with first_alone(directory / f"script-{call}.complete", limit_s):
+            _find_helpers(directory / _LOCK, limit_s)
+            train, validation, _ = captured.datasets_provider(numbers)
     if train is None:
         raise ConfigError("the script's dataset provider gives no training set")
     for dataset in (train, validation):
@@ -76,16 +80,28 @@ def _answer_as_one(world: Any) -> None:
         mine[f"_MPU_{axis}_RANK"], mine[f"_MPU_{axis}_WORLD_SIZE"] = 0, 1
 
 
-def _find_helpers() -> None:
+def _find_helpers(lock: Path, limit_s: float) -> None:
     """Imports Megatron's compiled helpers: the checkout's, else those of the wheel, which is of the
-    same release; where there are none, they are compiled, as Megatron-LM does."""
+    same release; where there are none, one process compiles them, as Megatron-LM does."""
     package: Any = importlib.import_module("megatron.core.datasets")
     with suppress(importlib.metadata.PackageNotFoundError):
         wheel = importlib.metadata.distribution("megatron-core")
         package.__path__.append(str(wheel.locate_file("megatron/core/datasets")))
+    if not _has_helpers():
+        with file_lock(lock, limit_s):
+            if not _has_helpers():  # nor has who had the lock before
+                _compile_helpers()
+
+
+def _has_helpers() -> bool:
+    importlib.invalidate_caches()
     with suppress(ImportError):
         importlib.import_module(_HELPERS)
-        return
+        return True
+    return False
+
+
+def _compile_helpers() -> None:
     utils: Any = importlib.import_module("megatron.core.datasets.utils")
     try:
         utils.compile_helpers()

@@ -137,8 +137,8 @@ class Pretrain(Recipe):
     def open(self, run_directory: Path) -> None:
         from liver_hpc.recipes.megatron_lm.datasets import open_datasets
 
-        layout = self.config.layouts_listed[0]
-        self._datasets = open_datasets(self.script, layout, run_directory / "data-cache")
+        layout, limit_s = self.config.layouts_listed[0], self.config.limits.boot_s
+        self._datasets = open_datasets(self.script, layout, run_directory / "data-cache", limit_s)
         if self.config.eval is not None and self._datasets.validation is None:
             raise ConfigError(
                 "eval: the script's dataset provider gives no validation set; write --eval-iters 0 "

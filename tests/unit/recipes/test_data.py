@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -190,6 +191,16 @@ def prefix(tmp_path: Path) -> Path:
 
 def samples(prefix: Path, cache: str = "cache", count: int = 100, seed: int = 7) -> TokenSamples:
     return TokenSamples(Corpus((prefix,)), 16, [count], seed, prefix.parent / cache)
+
+
+def test_orders_that_are_there_are_loaded_without_a_lock(
+    prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = samples(prefix, count=10)
+
+    monkeypatch.setattr(fcntl, "flock", lambda *_args: pytest.fail("it takes a lock"))
+    loaded = samples(prefix, count=10)
+    assert torch.equal(made.sample(3)[0], loaded.sample(3)[0])
 
 
 def megatrons(**more: object) -> GPTDatasetConfig:

@@ -1,0 +1,69 @@
+"""Who asks a script for its datasets, and when."""
+
+from __future__ import annotations
+
+import threading
+import types
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.recipes.megatron_lm import datasets
+
+ASKED = (8, 0, 0)
+
+
+@pytest.fixture(autouse=True)
+def no_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "_find_helpers", lambda *_args: None)
+    monkeypatch.setattr(datasets, "_answer_as_one", lambda _world: None)
+
+
+def opened(directory: Path, provider: Any, identity: str = "a script", numbers: Any = ASKED) -> Any:
+    training = types.SimpleNamespace(get_train_valid_test_num_samples=lambda: numbers)
+    captured = types.SimpleNamespace(datasets_provider=provider)
+    script: Any = types.SimpleNamespace(
+        identity=identity, training=training, answer_for=lambda *_args: captured
+    )
+    return datasets.open_datasets(script, Layout(1, 1, 1), directory, boot_s=60)
+
+
+def test_one_writes_the_cache_then_all_load_it_side_by_side(tmp_path: Path) -> None:
+    written, loading, together = threading.Event(), [0], threading.Barrier(4)
+
+    def provider(_numbers: Any) -> Any:
+        if not written.is_set():
+            loading[0] += 1
+            assert loading[0] == 1, "another one is in the provider before there is a cache"
+            threading.Event().wait(0.3)
+            written.set()
+        else:
+            together.wait(timeout=5)  # breaks where they come one after the other
+        return ["a sample"], None, None
+
+    with ThreadPoolExecutor(5) as pool:
+        asked = [pool.submit(opened, tmp_path / "data-cache", provider) for _ in range(5)]
+        assert [each.result(timeout=30).train for each in asked] == [["a sample"]] * 5
+
+
+def test_the_cache_of_another_call_is_not_taken_for_its_own(tmp_path: Path) -> None:
+    def provider(_numbers: Any) -> Any:
+        return ["a sample"], None, None
+
+    for identity, numbers in (("a script", ASKED), ("a script", (9, 0, 0)), ("another", ASKED)):
+        before = len([*tmp_path.glob("*.complete")])
+        opened(tmp_path, provider, identity, numbers)
+        opened(tmp_path, provider, identity, numbers)
+        assert len([*tmp_path.glob("*.complete")]) == before + 1
+
+
+def test_a_provider_that_failed_has_left_no_cache(tmp_path: Path) -> None:
+    def provider(_numbers: Any) -> Any:
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        opened(tmp_path, provider)
+    assert not [*tmp_path.glob("*.complete")]
