@@ -632,7 +632,8 @@ class MetricsSection(Section):
 
 
 class TensorBoardSection(Section):
-    """Event files; null: in `tensorboard/` of the run directory."""
+    """Event files, in a directory of the run directory's name in `directory`; null: in
+    `tensorboard/` of the run directory."""
 
     directory: Path | None = None
 

@@ -140,7 +140,9 @@ class Following:
             case "tensorboard":
                 from liver_hpc.tracking.tensorboard import TensorBoard
 
-                path = section.directory or self._run_directory / "tensorboard"
+                path = self._run_directory / "tensorboard"
+                if section.directory is not None:  # other runs may write there, too
+                    path = section.directory / self._run_directory.name
                 self._trackers[name] = TensorBoard(path, told, stands.step, self._clock.now_s())
             case "wandb":
                 from liver_hpc.tracking.weights_and_biases import WeightsAndBiases

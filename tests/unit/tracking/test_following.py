@@ -174,6 +174,29 @@ def test_openmetrics_says_what_the_report_says(tmp_path: Path) -> None:
     assert not any(math.isnan(value) for value in values.values())
 
 
+def test_runs_with_one_directory_keep_their_curves_and_a_resume_goes_on_with_its_own(
+    tmp_path: Path,
+) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = config_of(tensorboard={"directory": str(tmp_path / "curves")})
+    for name, first, more in (
+        ("toy-1", 0, [*entries(STARTED), *steps(0, 1)]),
+        ("toy-2", 0, [*entries(STARTED), *steps(0)]),
+        ("toy-1", 3, steps(2)),
+    ):
+        (tmp_path / name).mkdir(exist_ok=True)
+        append(tmp_path / name, more, first)
+        following = Following(tmp_path / name, config, pytest.fail)
+        following.open()
+        following.look(last=True)
+        following.close()
+    told = {}
+    for directory in (tmp_path / "curves").iterdir():
+        found = reader.EventAccumulator(str(directory)).Reload()
+        told[directory.name] = [each.step for each in found.Scalars("train/loss")]
+    assert told == {"toy-1": [1, 2, 3], "toy-2": [1]}
+
+
 def test_a_package_that_is_missing_is_named_with_what_brings_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
