@@ -94,24 +94,28 @@ def stop(run: RunDirectory, timeout_s: float | None = None, checkpoint: bool = F
     the state is written to disk there; the outcome's reason says whether it could be.
 
     A run whose job is queued, or whose coordinator has not come up yet, is cancelled. Without
-    `timeout_s` it waits as long as the run file lets boundaries and exits take. The run's job or,
-    on the local cluster, its processes are gone too on return. Raises what `request` raises, and
-    DeadlineError.
+    `timeout_s` it waits as long as the coordinator says that a stop may take, and for exits. On the
+    local cluster the run's processes are gone too on return, and on Slurm its job, unless that
+    goes on for more than `exit_s` after the run. Raises what `request` raises, and DeadlineError.
     """
-    config = run.config()
-    if timeout_s is None:
-        limits = config.limits
-        timeout_s = limits.boundary_s + limits.release_s + limits.exit_s
-        timeout_s += limits.transfer_s if checkpoint else 0.0
-    deadline = Deadline.after(SystemClock(), timeout_s, f"run {run} to stop")
+    config, clock = run.config(), SystemClock()
+    limits = config.limits
+    ends_s = limits.release_s + limits.exit_s
     address, process, job = run.coordinator(), run.job_id(), job_of(run)
     try:
-        request(run, StopRequest(checkpoint=checkpoint))
+        reply = request(run, StopRequest(checkpoint=checkpoint))
     except RunWaits:
         assert job is not None
-        return job.cancel(timeout_s)
+        return job.cancel(limits.boundary_s + ends_s if timeout_s is None else timeout_s)
+    if timeout_s is None:
+        timeout_s = reply.data.get("stops_within_s", limits.boundary_s) + ends_s
+    deadline = Deadline.after(clock, timeout_s, f"run {run} to stop")
     if job is not None:
-        poll_until(job.is_over, deadline, JOB_POLL_S)
+        poll_until(lambda: run.outcome() is not None or job.is_over(), deadline, JOB_POLL_S)
+        with suppress(DeadlineError):  # a batch script may do more after `liver run`
+            exit_s = min(limits.exit_s, deadline.remaining_s())
+            exits = Deadline.after(clock, exit_s, f"job {job.job_id} to end")
+            poll_until(job.is_over, exits, JOB_POLL_S)
     elif config.cluster.kind == "local" and address is not None and process is not None:
         pids = (address.pid, int(process))
         poll_until(lambda: not any(map(process_lives, pids)), deadline)

@@ -104,7 +104,9 @@ class Performer:
             case a.Disconnect():
                 self._registry.drop(action.worker, "it is of no more use")
             case a.Answer():
-                reply = Reply(ok=action.ok, text=action.text)
+                within_s = action.stops_within_s
+                data = {} if within_s is None else {"stops_within_s": within_s}
+                reply = Reply(ok=action.ok, text=action.text, data=data)
                 asked = self.requests.pop(action.number, None)
                 if asked is not None:  # else another coordinator was asked
                     asked.answer.set_result(reply)

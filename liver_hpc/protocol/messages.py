@@ -629,7 +629,8 @@ class StopRequest(Message, type="stop_run"):
 
 
 class Reply(Message, type="reply"):
-    """`ok` false means refused, and `text` says why."""
+    """`ok` false means refused, and `text` says why. data: a snapshot, where that was asked for;
+    `stops_within_s` of a run that is to stop."""
 
     ok: bool
     text: str

@@ -78,11 +78,13 @@ class Disconnect:
 
 @dataclass(frozen=True)
 class Answer:
-    """The reply to the operator's request `number`."""
+    """The reply to the operator's request `number`. stops_within_s: of one to stop, how long
+    that may take."""
 
     number: int
     ok: bool
     text: str
+    stops_within_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,12 @@ class Handoffs:
         attempt = self._machine.attempt
         return f"generation {attempt.generation} ({self._machine.phase})" if attempt else ""
 
+    @property
+    def limit_s(self) -> float:
+        """The longest that the present phase of an attempt may take; 0 where there is none."""
+        deadline = self._machine.deadline
+        return 0.0 if deadline is None else deadline.limit_s
+
     def identity(self) -> str:
         """The attempt in progress, for the log: "gen 4 TRANSFER"; empty when there is none."""
         attempt = self._machine.attempt

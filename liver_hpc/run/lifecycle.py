@@ -371,9 +371,26 @@ class Lifecycle:
         rank_map = self.world.rank_map
         directory = self._checkpoints if self._stop_saves else None
         self.agents.send(rank_map.workers, m.Stop(checkpoint=directory))
-        writes_s = self._limits.transfer_s if self._stop_saves else 0.0
-        steps_s = self.elastic.estimates.handoffs.steps_s(rank_map, rank_map)
-        self._set_deadline(self._limits.beside_steps(steps_s).boundary_s + writes_s)
+        self._set_deadline(self._stop_limit_s(self.world, self._stop_saves))
+
+    def _stop_limit_s(self, world: WorldRef, saves: bool) -> float:
+        """From the word to the last worker's end: steps, and what is written."""
+        steps_s = self.elastic.estimates.handoffs.steps_s(world.rank_map, world.rank_map)
+        writes_s = self._limits.transfer_s if saves else 0.0
+        return self._limits.beside_steps(steps_s).boundary_s + writes_s
+
+    @property
+    def stops_within_s(self) -> float:
+        """How long a run that has been told to stop may take until its workers end: what is under
+        way comes first. Handoffs give back memory besides, within `release_s`."""
+        world, limits = self.handoffs.committed_world or self.world, self._limits
+        if world is None or self._state is ENDED:
+            return 0.0
+        saves, before_s = self._stop_saves, self.handoffs.limit_s
+        if self._stop_later is not None:
+            saves = self._stop_later[1]
+            before_s = limits.boundary_s + limits.prepare_s + limits.transfer_s
+        return before_s + self._stop_limit_s(world, saves)
 
     def _end_if_all_finished(self) -> None:
         if self.world is None or not self.handoffs.idle or self._state is ENDED:

@@ -374,7 +374,9 @@ class Run(Lifecycle):
             ok, text = True, self._reply(event.request)
         except RequestRefused as error:
             ok, text = False, str(error)
-        self._out.append(Answer(event.number, ok, text))
+        stops = ok and isinstance(event.request, m.StopRequest)
+        within_s = self.stops_within_s if stops else None
+        self._out.append(Answer(event.number, ok, text, within_s))
 
     def _reply(
         self, request: m.ResizeRequest | m.ReplaceRequest | m.DrainRequest | m.StopRequest

@@ -64,6 +64,7 @@ class StandIn:
         self._directory = run_directory
         self._told = threading.Event()
         self._end = ("stopped", "asked to")
+        self.stop_data: dict[str, float] = {}
         self._server = ControlServer(host, read_secret(run_directory / "secret"), self._handle)
 
     def __enter__(self) -> StandIn:
@@ -122,7 +123,7 @@ class StandIn:
         if isinstance(request, DrainRequest):
             return Reply(ok=True, text=f"leaving {request.node}")
         assert isinstance(request, StopRequest)
-        return Reply(ok=True, text="stopping")
+        return Reply(ok=True, text="stopping", data=self.stop_data)
 
     def _write(self, name: str, data: dict[str, object]) -> None:
         path = self._directory / f".{name}"

@@ -18,6 +18,8 @@ from liver_hpc import __version__
 from liver_hpc.cli import client
 from liver_hpc.cli import main as cli
 from liver_hpc.cli.options import new_parser
+from liver_hpc.cluster.slurm.run_job import RunJob
+from liver_hpc.config.load import dump_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.protocol.messages import DrainRequest, ReplaceRequest, ResizeRequest, StopRequest
@@ -253,6 +255,31 @@ def test_stop_gives_up_at_its_deadline(
 ) -> None:
     assert liver("stop", "latest", "--timeout-s", "0.2") == 1
     assert f"waited 0.2 s for run {run} to stop" in capsys.readouterr().err
+
+
+def test_stop_waits_as_long_as_the_coordinator_says(
+    run: RunDirectory, standin: StandIn, capsys: Captured
+) -> None:
+    standin.stop_data = {"stops_within_s": 0.5}
+    deadlines = {"release_s": 0.1, "exit_s": 0.1}
+    (run.path / "run.yaml").write_text(dump_run(minimal(deadlines=deadlines)))
+    assert liver("stop", "latest") == 1
+    assert f"waited 0.7 s for run {run} to stop" in capsys.readouterr().err
+
+
+def test_stop_of_a_run_whose_job_goes_on_after_it(
+    run: RunDirectory, standin: StandIn, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """A batch script of one's own does more after `liver run`."""
+    config = minimal(cluster={"kind": "slurm"}, deadlines={"exit_s": 0.1})
+    (run.path / "run.yaml").write_text(dump_run(config))
+    run.note_job_id("77")
+    monkeypatch.setattr(RunJob, "is_over", lambda _job: False)
+    ended = threading.Thread(target=standin.run, args=(30.0,))
+    ended.start()
+    assert liver("stop", "latest", "--timeout-s", "10") == 0
+    ended.join()
+    assert "stopped at step 7: asked to" in capsys.readouterr().out
 
 
 # ---- commands to a run that does not train

@@ -95,7 +95,9 @@ def test_the_status_says_where_the_run_stands(make: Start) -> None:
 def test_a_stop_ends_the_run_at_a_step_boundary(make: Start) -> None:
     run = make()
     run.cluster.train(5)
-    assert run.ask(m.StopRequest()).text == "stopping at the next step boundary"
+    reply = run.ask(m.StopRequest())
+    assert reply.text == "stopping at the next step boundary"
+    assert reply.data["stops_within_s"] > 0
     assert run.outcome() == Outcome("stopped", "an operator's request", 5)
 
 

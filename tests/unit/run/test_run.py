@@ -886,6 +886,27 @@ def test_memory_that_is_much_older_than_the_newest_checkpoint_is_not_gone_back_t
     assert "there is a checkpoint of step 19500" in play.run.ending.reason
 
 
+def test_who_stops_a_run_is_told_how_long_that_may_take() -> None:
+    play = that_recovers()
+    for _ in range(100):
+        play.run.elastic.estimates.handoffs.observe_step(400.0, 8)
+    answer = play.ask(m.StopRequest(checkpoint=True))
+    assert play.run._deadline is not None
+    assert answer.stops_within_s == play.run._deadline.limit_s
+    assert answer.stops_within_s > play.run.config.limits.transfer_s + 3 * 400.0
+
+
+def test_a_recovery_comes_before_the_stop_that_it_delays() -> None:
+    play = that_recovers()
+    limits = play.run.config.limits
+    lose(play, 1)
+    told_s = play.ask(m.StopRequest(checkpoint=False)).stops_within_s
+    assert told_s is not None
+    assert told_s >= 2 * limits.boundary_s + limits.prepare_s + limits.transfer_s
+    play.calm()
+    assert play.ask(m.StopRequest()).stops_within_s is None  # it is refused: the run has ended
+
+
 def test_a_world_that_breaks_again_and_again_at_one_step_is_given_up() -> None:
     """Nobody is dead: the step itself fails, and would in each world that is filled for it."""
     play = that_recovers()
