@@ -381,12 +381,13 @@ class Checkpoints:
                 self._retire(path, path)
 
     def _is_own(self, found: tuple[int, Path]) -> bool:
-        own_directory = self._config.checkpoint.directory is None
+        """By the name of the run's directory, as machines may know it by other paths."""
+        if self._config.checkpoint.directory is None:
+            return True
         try:
-            of = read_index(found[1]).run_directory
+            return Path(read_index(found[1]).run_directory).name == self._run.path.name
         except CheckpointError:
-            return own_directory
-        return of == str(self._run.path) or (not of and own_directory)
+            return False
 
     def _retire(self, path: Path, name: Path) -> None:
         retired = name.with_suffix(".removed")
