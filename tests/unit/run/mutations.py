@@ -50,7 +50,7 @@ MUTATIONS = (
     ),
     Mutation(
         "run/lifecycle.py",
-        "        self._set_deadline(self._limits.beside_steps(steps_s).boundary_s + writes_s)\n",
+        "        self._set_deadline(self._stop_limit_s(self.world, self._stop_saves))\n",
         "",
         "nobody minds how long a run takes to stop",
     ),
