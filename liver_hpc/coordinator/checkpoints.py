@@ -365,12 +365,10 @@ class Checkpoints:
         may be of before a recovery; all where none of the newest is whole. The others get a name
         under which they are none any more at once, that of the world which has written a newer one.
         Nothing of another run is removed, from which this one may go on in its directory."""
-        keep = self._config.checkpoint.keep
-        found = (
-            [] if keep is None else [*filter(self._is_own, complete_checkpoints(self.directory))]
-        )
-        old = found[:-keep] if keep is not None else []
-        if old and not any(is_whole(path) for _, path in reversed(found[len(old) :])):
+        keep, found = self._config.checkpoint.keep, complete_checkpoints(self.directory)
+        own = [*filter(self._is_own, found)] if keep else []
+        old = own[:-keep] if keep else []
+        if old and not any(is_whole(path) for _, path in reversed(own[len(old) :])):
             log.error("none of the newest checkpoints is whole: those before stay")
             old = []
         for of, path in old:
