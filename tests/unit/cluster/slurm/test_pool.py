@@ -193,24 +193,6 @@ def test_what_another_coordinators_nodes_were_warned_of_is_known(
         watched.pool.close()
 
 
-def test_a_burst_job_is_given_back_whole_though_agents_of_it_are_adopted(
-    tmp_path: Path, controller: Controller
-) -> None:
-    job = {"nodes": ["n4", "n5"], "since_s": 5.0}
-    (tmp_path / "burst.json").write_text(json.dumps({"job_name": "b", "granted": {"9": job}}))
-    controller.jobs[9] = "9|9|RUNNING|None|9999999999|n4,n5|run"
-    watched = Watched(tmp_path, controller, 600.0)
-    watched.pool.start(watched.told.append, dict.fromkeys(["n1", "n4", "n5"]))
-    try:
-        watched.pool.use("n4")  # for an agent that has ended
-        watched.pool.give_back("n4")
-        watched.pool.give_back("n5")
-        watched.until(lambda: ["scancel", "9"] in controller.asked, "it to be cancelled")
-    finally:
-        controller.jobs.clear()
-        watched.pool.close()
-
-
 @pytest.mark.parametrize(
     ("known", "granted"), [({"n1"}, ["n1", "n4", "n5"]), ({"n1", "n5"}, ["n1", "n5"])]
 )
