@@ -26,7 +26,8 @@ from benchmarks.recovery.trials import (
 
 SILENT_SIZE = 0
 """The smallest model: how long silence lasts does not depend on it."""
-COPY_PAIRS, COPY_STEPS = 5, 6
+COPY_PAIRS, COPY_STEPS = 12, 3
+"""Many short blocks: from minute to minute a step's cost differs by more than snapshots take."""
 _METHODS = (MEMORY, DISK, TORCHFT)
 QUICK_CASES = (CASES[0], CASES[-1])
 

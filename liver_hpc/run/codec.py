@@ -14,6 +14,7 @@ from liver_hpc.errors import ConfigError
 from liver_hpc.run.actions import Action, AttemptBegins, Record, RecordAll
 from liver_hpc.run.entries import Entry
 from liver_hpc.run.events import Event, Memory, SaidTogether
+from liver_hpc.run.outcome import TOO_FEW_NODES
 from liver_hpc.run.records import TABLES
 
 ATTEMPT_BEGINS = "attempt_begins"
@@ -90,7 +91,7 @@ def decode_attempt(values: Mapping[str, Any]) -> AttemptBegins:
 
 def memory_of(entries: Iterable[Entry]) -> Memory:
     """What the starts that a journal tells of leave for the next one; of any release's journal."""
-    last_generation, ceiling, drained, evaluated, agents = -1, None, (), 0, 0
+    last_generation, ceiling, drained, evaluated, agents, in_vain = -1, None, (), 0, 0, 0
     for entry in entries:
         for said in entry.event.get("messages", (entry.event,)):
             last_generation = max(last_generation, said.get("generation", -1))
@@ -101,8 +102,12 @@ def memory_of(entries: Iterable[Entry]) -> Memory:
                 ceiling, drained = action["ceiling"], tuple(action["drained"])
             elif action["type"] == "launch":
                 agents += len(action["agents"])
+                in_vain = 0
             elif action["type"] == "start_agent":
                 agents += 1
+            elif action["type"] == "end":
+                too_few = action["reason"].startswith(TOO_FEW_NODES)
+                in_vain = in_vain + 1 if too_few and action["state"] == "requeue" else 0
             elif action["type"] == "record" and action["table"] == "reconfigurations":
                 last_generation = max(last_generation, action["row"]["generation"])
-    return Memory(last_generation, ceiling, drained, evaluated, agents)
+    return Memory(last_generation, ceiling, drained, evaluated, agents, in_vain)

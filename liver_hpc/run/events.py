@@ -97,6 +97,7 @@ class Memory:
     most workers that the run grows to by itself; None where nobody has said. drained: nodes that
     operators keep it off. evaluated: the most steps after which there was an evaluation. agents:
     how many were started; a later one has a name of its own, as one of those may live still.
+    in_vain: how many starts in a row had too few nodes, each in a job that was queued again.
     """
 
     last_generation: int = -1
@@ -104,6 +105,7 @@ class Memory:
     drained: tuple[str, ...] = ()
     evaluated: int = 0
     agents: int = 0
+    in_vain: int = 0
 
 
 @dataclass(frozen=True)

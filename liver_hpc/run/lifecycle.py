@@ -47,7 +47,7 @@ from liver_hpc.run.event_clock import EventClock
 from liver_hpc.run.handoffs import Handoffs
 from liver_hpc.run.nodes import HeldNodes
 from liver_hpc.run.notices import NoticeBook
-from liver_hpc.run.outcome import OPERATORS_STOP
+from liver_hpc.run.outcome import OPERATORS_STOP, TOO_FEW_NODES
 from liver_hpc.run.recorder import RunRecorder
 from liver_hpc.run.records import ReconfigurationRecord
 from liver_hpc.run.recovery import Recoveries
@@ -58,6 +58,8 @@ from liver_hpc.run.verification import Verification
 
 HISTORY_EVENTS = 40
 EVENT_TEXT_LENGTH = 200
+MOST_STARTS_IN_VAIN = 3
+"""So often in a row a run may start, in its job that is queued again, with too few nodes."""
 
 
 class RunState(StrEnum):
@@ -155,6 +157,7 @@ class Lifecycle:
         self.first_layout = layouts[0]
         self._may_launch = False
         self._launched = False
+        self._in_vain = 0  # starts in a row that had too few nodes
         self._have_restored: set[int] = set()
         self._deadline: Deadline | None = None  # of the start, and of the end
         self._stop_reason = ""
@@ -193,7 +196,7 @@ class Lifecycle:
         if layout is None:
             self._wait_for_nodes()
             return False
-        self.first_layout, self._launched = layout, True
+        self.first_layout, self._launched, self._in_vain = layout, True, 0
         self._note(f"launching {layout.workers} workers for {layout}")
         seats = self.elastic.nodes.seats(layout.workers)
         self.agents.launch(self._first_generation, layout, seats)
@@ -210,16 +213,20 @@ class Lifecycle:
 
     def _too_few_nodes(self) -> None:
         """Ends a start that waited in vain: a run that goes on may have more in its job's next
-        start, a new one is not begun over and over again."""
+        start, but not in one after the other; a new one is not begun over and over again."""
         elastic, cluster = self.elastic, self.config.cluster
         layouts = [self.first_layout]
         if self._goes_on:
             layouts = elastic.estimates.policy.choices(elastic.queue.bound)
-        again = self._goes_on and cluster.kind == "slurm" and cluster.slurm.requeue
+        in_vain = self._in_vain + 1
+        goes_on = self._goes_on and in_vain < MOST_STARTS_IN_VAIN
+        again = goes_on and cluster.kind == "slurm" and cluster.slurm.requeue
+        times = f", {in_vain} times in a row" if in_vain > 1 else ""
+        self._in_vain = in_vain if again else 0
         self._end(
             Ending.REQUEUE if again else Ending.FAILED,
-            f"no nodes for {', '.join(map(str, layouts))}, and none to come that are enough; held: "
-            f"{elastic.nodes.describe()}",
+            f"{TOO_FEW_NODES}{', '.join(map(str, layouts))}{times}, and none to come that are "
+            f"enough; held: {elastic.nodes.describe()}",
         )
 
     def _begin(self) -> None:
@@ -490,6 +497,7 @@ class Lifecycle:
             drained,
             self._evaluated_step,
             self.agents.started,
+            self._in_vain,
         )
 
     def expects(self, worker: int) -> bool:

@@ -97,7 +97,7 @@ class Run(Lifecycle):
 
     def _coordinator_started(self, event: e.CoordinatorStarted) -> None:
         self._checkpoints, self._resumed = event.checkpoints, event.resumed
-        self._evaluated_step = event.memory.evaluated
+        self._evaluated_step, self._in_vain = event.memory.evaluated, event.memory.in_vain
         known = [event.memory.last_generation]
         if self._resumed is not None and self._resumed.weights:
             self._note(f"begins with the weights of {self._resumed.path}")

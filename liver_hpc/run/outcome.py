@@ -19,6 +19,7 @@ AGAIN_FILE = "again"
 WORLD_FILE = "world.json"
 REQUEUE = "requeue"
 OPERATORS_STOP = "an operator's request"
+TOO_FEW_NODES = "no nodes for "
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,12 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
-from liver_hpc.run.actions import Ending
+from liver_hpc.run.actions import End, Ending
+from liver_hpc.run.codec import memory_of
+from liver_hpc.run.entries import Entry
 from liver_hpc.run.event_clock import EventClock
 from liver_hpc.run.events import NodeGone, NodeGranted, NodeWarned
-from liver_hpc.run.lifecycle import RunState
+from liver_hpc.run.lifecycle import MOST_STARTS_IN_VAIN, RunState
 from liver_hpc.run.machine import Run
 from liver_hpc.run.records import EvaluationRecord, RecoveryRecord
 from liver_hpc.run.recovery import MOST_ROUNDS
@@ -334,14 +336,16 @@ def test_schedules_are_the_same_again() -> None:
 RESUMED = e.Resumed("/checkpoints/step-5", 5, 3, "tp1 pp1 dp2")
 
 
-def on_one_node(resumed: e.Resumed | None = RESUMED, burst: int = 0, **slurm: object) -> Play:
+def on_one_node(
+    resumed: e.Resumed | None = RESUMED, burst: int = 0, in_vain: int = 0, **slurm: object
+) -> Play:
     """A start that finds one of two nodes, of which each layout wants both; burst: its max_nodes"""
     (scene,) = (scene for scene in SCENES if scene.name == "nowhere to go")
     burst_section = {"partition": "burst", "max_nodes": burst} if burst else None
     cluster = {"kind": "slurm", "slurm": {"burst": burst_section, **slurm}}
     config = scene.config.model_copy(update={"cluster": ClusterSection.model_validate(cluster)})
     play = Play(replace(scene, config=config, first=scene.first[:1]), Choices(b""))
-    play._start(resumed, e.Memory(), play.scene.first)
+    play._start(resumed, e.Memory(in_vain=in_vain), play.scene.first)
     return play
 
 
@@ -374,6 +378,28 @@ def test_a_start_with_nodes_for_no_layout_ends_where_no_more_can_come(
         "n1 (main): 0 of 1 slots taken"
     )
     replays(play)
+
+
+def test_starts_with_too_few_nodes_are_not_queued_again_for_ever() -> None:
+    """Each held its nodes for a launch's time, for nothing, and none came further."""
+    journal: list[Entry] = []
+    ends: list[End] = []
+    for _ in range(MOST_STARTS_IN_VAIN):
+        play = on_one_node(in_vain=memory_of(journal).in_vain)
+        wait_for_nodes(play)
+        journal += play.journal()
+        assert play.run.ending is not None
+        ends.append(play.run.ending)
+    assert [each.state for each in ends] == [*[Ending.REQUEUE] * 2, Ending.FAILED]
+    assert f"{MOST_STARTS_IN_VAIN} times in a row" in ends[-1].reason
+    assert memory_of(journal).in_vain == 0, "who begins the run again has mended something"
+
+
+def test_a_start_with_nodes_enough_ends_those_in_vain() -> None:
+    play = on_one_node(burst=1, in_vain=MOST_STARTS_IN_VAIN - 1)
+    play.grant(burst(3))
+    play.settle()
+    assert play.run.memory.in_vain == 0
 
 
 def test_a_start_with_nodes_for_no_layout_waits_for_burst_nodes() -> None:
