@@ -213,14 +213,20 @@ def _known_run(config: RunConfig, job: OwnJob) -> RunDirectory | None:
 
 
 def _wait_for_the_end(hosted: HostedCoordinator, run: RunDirectory) -> None:
-    """Of a run. Where another coordinator has it, that one may be killed, too: once it has not
-    answered for so long that it is gone, and before agents give up, the hosted one takes over."""
-    clock, gone = SystemClock(), None
+    """Of a run. The hosted coordinator may stand still, and is killed then, so that another one
+    takes over before agents give up. Where another process's coordinator has the run, that one may
+    be killed, too: once it has not answered for so long that it is gone, the hosted one takes
+    over."""
+    clock, gone, limits = SystemClock(), None, run.config().deadlines
+    turns, silent = 0, 0  # rounds, as this process may be suspended, too
     while not hosted.wait(_ASK_EVERY_S):
         if not hosted.is_superseded:
             gone = None
+            silent = silent + 1 if hosted.turns == turns > 0 else 0
+            turns = hosted.turns
+            if silent * _ASK_EVERY_S >= limits.coordinator_s / 2:
+                hosted.kill_stuck()
             continue
-        limits = run.config().deadlines
         if answers(run):
             gone = Deadline.after(clock, limits.coordinator_s / 2, "its coordinator")
         elif gone is None:  # it takes the run over: it derives the model, and waits for agents

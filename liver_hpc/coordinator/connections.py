@@ -146,11 +146,12 @@ class Control:
     """How the process around a coordinator speaks to it, from any thread or signal handler, also
     before there is one: each start of the run in this process hears all that was said.
 
-    steps_done: how far the run has come. outcome: how it ended, as soon as that is known.
+    steps_done: how far the run has come. outcome: how it ended, as soon as that is known. turns:
+    those of its loop, several a second; 0 while it does not turn, at a start and at the end.
     """
 
     def __init__(self) -> None:
-        self.steps_done = 0
+        self.steps_done = self.turns = 0
         self.outcome: Outcome | None = None
         self._said: list[StopSignalled | EndNear] = []
         self._notes: deque[str] = deque()

@@ -20,6 +20,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
+
 from liver_hpc.clock import SystemClock
 from liver_hpc.cluster.slurm.commands import SlurmCommands, SlurmError
 from liver_hpc.config.schema import SlurmSection
@@ -69,6 +71,7 @@ class HostedCoordinator:
         self._pid = 0
         self._epoch = 0  # the number that the child takes
         self._steps_done = 0
+        self._turns = 0  # of its loop, as the child said last
         self._killed_in_vain = 0
         self._ended = False
 
@@ -139,8 +142,26 @@ class HostedCoordinator:
             self.outcome = Outcome(**words["outcome"])
         elif "superseded" in words:
             self.is_superseded = True
-        elif words["steps"] > self._steps_done:
-            self._steps_done, self._killed_in_vain = words["steps"], 0
+        else:
+            self._turns = words["turns"]
+            if words["steps"] > self._steps_done:
+                self._steps_done, self._killed_in_vain = words["steps"], 0
+
+    @property
+    def turns(self) -> int:
+        """How often this process's coordinator has turned its loop, as it said last; 0 while it
+        begins, ends, or is another one's."""
+        return 0 if self.is_superseded or self.outcome is not None else self._turns
+
+    def kill_stuck(self) -> None:
+        """The child that does not say any more that its loop turns: another one follows it. One
+        that waits for a disk is left to go on when that does: it could not be killed."""
+        with _unheard(), contextlib.suppress(psutil.NoSuchProcess):
+            if self._line is not None:
+                child = psutil.Process(self._pid)
+                if child.status() != psutil.STATUS_DISK_SLEEP:
+                    print("the coordinator stands still", file=sys.stderr, flush=True)
+                    child.kill()
 
     def take_over(self) -> None:
         """From the coordinator that had taken over, and that is gone."""
@@ -190,7 +211,7 @@ class HostedCoordinator:
         if self._pid == 0:
             _coordinate(self._run.path, theirs, ours, parent)
         theirs.close()
-        self._line = ours
+        self._line, self._turns = ours, 0
         for words in self._said:
             self._tell(words)
 
@@ -232,11 +253,11 @@ def _run(run_directory: Path, line: socket.socket) -> int:
     control = Control()
 
     def listen() -> None:
-        steps, ended = -1, False
+        turns, ended = 0, False
         while True:
-            if control.steps_done != steps:
-                steps = control.steps_done
-                line.send(json.dumps({"steps": steps}).encode())
+            if control.turns != turns:
+                turns = control.turns
+                line.send(json.dumps({"turns": turns, "steps": control.steps_done}).encode())
             if control.outcome is not None and not ended:
                 ended = True  # while its metrics are being written, which takes a while
                 line.send(_told(control.outcome))

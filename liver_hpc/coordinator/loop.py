@@ -148,6 +148,7 @@ class Coordinator:
                     self._open(stack)
                     while self._performer.outcome is None:
                         self._turn()
+                        self._control.turns += 1
                 except Superseded:
                     stack.pop_all()  # all that there is belongs to the other one
                     for hang_up in self._hang_up:
@@ -158,6 +159,8 @@ class Coordinator:
                     log.exception("the run failed")
                     self._feed(e.ShellFailed(str(error)))
                     self._perform_held()
+                finally:
+                    self._control.turns = 0
         except Superseded:
             raise
         except (LiverError, OSError) as error:  # in closing: the run itself ended otherwise

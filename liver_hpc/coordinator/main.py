@@ -96,7 +96,7 @@ def _on_slurm(config: RunConfig, run_directory: Path) -> tuple[Launcher, NodePoo
 
     slurm = config.cluster.slurm
     commands = SlurmCommands(slurm.command_s, slurm.unreachable_s)
-    own = own_allocations(os.environ, config, commands.hostnames)
+    own = own_allocations(os.environ, config, commands.hostnames, commands.nodes_of)
     squeue = Squeue(commands, slurm.command_s)
     pool = SlurmPool(config, commands, squeue, own, run_directory, SystemClock())
     task = slurm_launcher(

@@ -50,7 +50,7 @@ class Driver:
         environment = json.loads((run_directory / "job.json").read_text(encoding="utf-8"))
         slurm = config.cluster.slurm
         commands = SlurmCommands(slurm.command_s, slurm.unreachable_s)
-        own = own_allocations(environment, config, commands.hostnames)
+        own = own_allocations(environment, config, commands.hostnames, commands.nodes_of)
         squeue = Squeue(commands, slurm.command_s)
         self.pool = SlurmPool(config, commands, squeue, own, run_directory, SystemClock())
         agent = (sys.executable, str(run_directory / "agent.py"))

@@ -131,6 +131,22 @@ def test_one_that_stands_still_and_wakes_leaves_all_to_the_one_that_has_taken_ov
         other.kill()
 
 
+def test_one_that_stands_still_for_ever_is_followed_by_another_one(
+    tmp_path: Path, quiet: RunRecords
+) -> None:
+    """What has started it sees that its loop turns no more, and nobody has to ask for it."""
+    run = start(run_config(tmp_path, ENDLESS, deadlines={"coordinator_s": 20.0}))
+    watch(run, lambda status: status.step >= 3, 100.0)
+    still = run.coordinator()
+    assert still is not None
+    os.kill(still.pid, signal.SIGSTOP)
+    await_next(run, still.epoch)
+    assert not lives(run, still.pid)
+    step = read_run(run.path).steps[-1].step
+    watch(run, lambda status: status.step >= step + 5, 60.0)
+    ended_well(run, quiet)
+
+
 MOMENTS = (
     "prepared:before",
     "prepared:after",

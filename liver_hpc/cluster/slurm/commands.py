@@ -209,6 +209,12 @@ class SlurmCommands:
         whose = [f"--user={os.geteuid()}"] if own and len(ids) > 1 else []
         return self._squeue(*whose, f"--jobs={','.join(ids)}")
 
+    def nodes_of(self, job: str) -> tuple[str, ...]:
+        """Those that a job holds that is not over."""
+        if (info := self.jobs([job]).get(job)) is None:
+            raise LiverError(f"Slurm lists no job {job}")
+        return info.nodes
+
     def named(self, name: str) -> dict[str, JobInfo]:
         """The jobs of this user with this name that are not over."""
         return self._squeue(f"--user={os.geteuid()}", f"--name={name}")

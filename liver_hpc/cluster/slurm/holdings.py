@@ -343,13 +343,18 @@ def _end_reason(held: Allocation, info: JobInfo | None) -> str:
 
 
 def own_allocations(
-    environ: Mapping[str, str], config: RunConfig, hostnames: Callable[[str], tuple[str, ...]]
+    environ: Mapping[str, str],
+    config: RunConfig,
+    hostnames: Callable[[str], tuple[str, ...]],
+    nodes_of: Callable[[str], tuple[str, ...]],
 ) -> tuple[Allocation, ...]:
     """The job that this process runs in: a component each, or the whole of a plain job; the first
     is the one that we are in.
 
-    Read from what Slurm tells the batch script; `hostnames` expands "n[1-3]". Raises ConfigError
-    outside of a job, or when its components are not those of the run file.
+    Read from what Slurm tells the batch script; `hostnames` expands "n[1-3]". A step that was
+    started from outside of the job (`srun --jobid`) is told its own nodes for the job's: then
+    `nodes_of` asks Slurm for those of a plain job. Raises ConfigError outside of a job, or when
+    its components are not those of the run file.
     """
     job_id = environ.get("SLURM_JOB_ID", "")
     if not job_id:
@@ -363,6 +368,11 @@ def own_allocations(
             return value
         raise ConfigError(f"job {job_id}: Slurm has not set {name}")
 
+    def nodes(suffix: str) -> tuple[str, ...]:
+        listed = told(f"SLURM_JOB_NODELIST{suffix}")
+        from_outside = not suffix and "SLURM_JOB_NUM_NODES" not in environ
+        return nodes_of(job_id) if from_outside else hostnames(listed)
+
     suffixes, sections = [""], config.cluster.slurm.components
     if "SLURM_HET_SIZE" in environ:
         suffixes = [f"_HET_GROUP_{index}" for index in range(int(told("SLURM_HET_SIZE")))]
@@ -375,7 +385,7 @@ def own_allocations(
         Allocation(
             name=section.name,
             job=told(f"SLURM_JOB_ID{suffix}"),
-            nodes=hostnames(told(f"SLURM_JOB_NODELIST{suffix}")),
+            nodes=nodes(suffix),
             slots=config.cluster.slots(section),
             het=(job_id, index) if len(suffixes) > 1 else None,
             gpus_per_node=section.gpus_per_node,

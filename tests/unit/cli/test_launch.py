@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from liver_hpc.cli import launch
@@ -353,14 +354,14 @@ def test_a_cancelled_job_stops_its_run(coordinator: Coordinator, asked: Path) ->
 def test_a_signal_to_a_local_job_stops_its_run(
     number: signal.Signals,
     wanted: StopSignalled,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Who ends it wants no more of it; whose time is up goes on another time."""
     signals_parent(monkeypatch, number)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert coordinate_locally(str(tmp_path), None) == 0
-    assert RunDirectory(tmp_path).last_outcome() == Outcome("stopped", str(wanted), 0)
+    run = create_run_directory(minimal(cluster={"kind": "local"}))
+    assert coordinate_locally(str(run.path), None) == 0
+    assert run.last_outcome() == Outcome("stopped", str(wanted), 0)
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
@@ -450,6 +451,25 @@ def test_an_outcome_is_known_while_its_metrics_are_written(
     assert (hosted.outcome.state, hosted.outcome.step) == ("stopped", 7)
     os.kill(hosted._pid, signal.SIGKILL)
     hosted.wait(LIMIT_S)
+
+
+def test_a_coordinator_that_waits_for_a_disk_is_left_to_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It cannot be killed meanwhile, and the next one would wait for the same disk."""
+    module = types.ModuleType("liver_hpc.coordinator.main")
+    vars(module)["run_coordinator"] = lambda directory, control: time.sleep(LIMIT_S)
+    monkeypatch.setitem(sys.modules, "liver_hpc.coordinator.main", module)
+    hosted = HostedCoordinator(a_run(requeue=False).path)
+    hosted.start()
+    child, states = psutil.Process(hosted._pid), [psutil.STATUS_DISK_SLEEP, psutil.STATUS_STOPPED]
+    monkeypatch.setattr(psutil.Process, "status", lambda process: states.pop(0))
+    hosted.kill_stuck()
+    assert not hosted.wait(0.5)
+    assert child.is_running()
+    monkeypatch.setattr("liver_hpc.coordinator.hosting.MOST_KILLED_IN_VAIN", 0)
+    hosted.kill_stuck()
+    assert hosted.wait(LIMIT_S)
 
 
 def test_nobody_coordinates_a_run_where_its_agents_cannot_be_taken_over(
