@@ -3,12 +3,13 @@
 One slot of a node that is held for an hour is a worker-hour; where workers have a GPU each, a
 GPU-hour. A worker has a seat from the first step of its world to the first step of the next one;
 what of that no step or evaluation is worth, each counted once at the median of its world, is lost:
-handoffs, recoveries, restarts, steps that were done again, and steps that were slow. A slot without
-a seat waits: it boots, stands by, or is idle.
+handoffs, recoveries, restarts, steps that were done again, and steps that were slow. Time in which
+the node was not held is neither. A slot without a seat waits: it boots, stands by, or is idle.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -46,11 +47,12 @@ class WorkerHours:
 
 
 class _Seated(NamedTuple):
-    """A world's time. worth: the share of it that its steps and evaluations are worth."""
+    """A world's time. seats: its workers by node. worth: the share of the time in which a node of
+    these was held that its steps and evaluations are worth."""
 
-    generation: int
     from_s: float
     until_s: float
+    seats: Mapping[str, int]
     worth: float
 
 
@@ -62,27 +64,37 @@ def worker_hours(records: RunRecords, useful_s: Mapping[int, float]) -> WorkerHo
         by_node[holding.partition or holding.allocation, holding.node].append(holding)
     until_s = _until_s(records)
     worlds = [*_seated(records, useful_s)]
-    seats = _seats([world.generation for world in worlds], records.placements)
     nodes = []
     for (partition, node), holdings in sorted(by_node.items()):
-        spans = [(each.granted_s, _or(each.returned_s, until_s)) for each in holdings]
         held_s = sum(
-            each.slots * (to_s - from_s)
-            for each, (from_s, to_s) in zip(holdings, spans, strict=True)
+            each.slots * (_or(each.returned_s, until_s) - each.granted_s) for each in holdings
         )
-        merged, seated_s, trained_s = _merged(spans), 0.0, 0.0
+        spans, seated_s, trained_s = held_spans(holdings), 0.0, 0.0
         for world in worlds:
-            there_s = sum(
-                max(0.0, min(to_s, world.until_s) - max(from_s, world.from_s))
-                for from_s, to_s in merged
-            )
-            there_s *= seats[world.generation].get(node, 0)
+            there_s = overlap_s(spans, world.from_s, world.until_s) * world.seats.get(node, 0)
             seated_s += there_s
             trained_s += there_s * world.worth
         nodes.append(_figures(node, partition, held_s, seated_s, trained_s))
     names = sorted({each.partition for each in nodes})
     partitions = [_added([n for n in nodes if n.partition == name], name) for name in names]
     return WorkerHours(unit_of(records), _added(nodes, ""), tuple(partitions), tuple(nodes))
+
+
+def held_spans(holdings: Iterable[HoldingRecord]) -> list[tuple[float, float]]:
+    """When any of these was open, without overlaps; what is held still has no end."""
+    spans = sorted((each.granted_s, _or(each.returned_s, math.inf)) for each in holdings)
+    merged: list[tuple[float, float]] = []
+    for from_s, to_s in spans:
+        if merged and from_s <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], to_s)
+        else:
+            merged.append((from_s, to_s))
+    return merged
+
+
+def overlap_s(spans: Iterable[tuple[float, float]], from_s: float, until_s: float) -> float:
+    """How much of the time between the two is in `spans`, which do not overlap."""
+    return sum(max(0.0, min(to_s, until_s) - max(at_s, from_s)) for at_s, to_s in spans)
 
 
 def unit_of(records: RunRecords) -> str:
@@ -116,11 +128,13 @@ def _seated(records: RunRecords, useful_s: Mapping[int, float]) -> Iterator[_Sea
         worth_s[step.generation] += finite_sum([useful_s[step.step]])
     for evaluation in {each.step: each for each in records.evaluations}.values():
         worth_s[evaluation.generation] += took_s(evaluation)
+    seats = _seats(begun_s, records.placements)
     order = [*begun_s.items(), (-1, max(_last_ends_s(records), default=0.0))]
     for (generation, from_s), (_, until_s) in pairwise(order):
-        length_s = until_s - from_s
-        worth = min(1.0, worth_s[generation] / length_s) if length_s > 0 else 0.0
-        yield _Seated(generation, from_s, until_s, worth)
+        held = held_spans(each for each in records.holdings if each.node in seats[generation])
+        held_s = overlap_s(held, from_s, until_s)
+        worth = min(1.0, worth_s[generation] / held_s) if held_s > 0 else 0.0
+        yield _Seated(from_s, until_s, seats[generation], worth)
 
 
 def _seats(
@@ -152,14 +166,3 @@ def _last_ends_s(records: RunRecords) -> list[float]:
 
 def _or(time_s: float, else_s: float) -> float:
     return time_s if time_s == time_s else else_s  # NaN is not equal to itself
-
-
-def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same times without overlaps."""
-    merged: list[tuple[float, float]] = []
-    for from_s, to_s in sorted(spans):
-        if merged and from_s <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], to_s)
-        else:
-            merged.append((from_s, to_s))
-    return merged
