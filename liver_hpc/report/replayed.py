@@ -13,6 +13,7 @@ from typing import Any
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.report.derive import ReconfigurationFigures, RunFigures, run_figures
+from liver_hpc.report.hours import held_spans, overlap_s
 from liver_hpc.report.traces import (
     Cost,
     Played,
@@ -121,7 +122,7 @@ def _restart(figures: RunFigures, records: RunRecords) -> tuple[float, str]:
     if known := [seconds for seconds in baselines if math.isfinite(seconds)]:
         return statistics.median(known), "the median of the restarts that were measured beside it"
     if gaps_s := _gaps_s(records):
-        return statistics.median(gaps_s), "the median of its own restarts, from step to step"
+        return statistics.median(gaps_s), "the median of its own restarts, while nodes were held"
     granted_s = min((each.granted_s for each in records.holdings), default=math.nan)
     first_s = records.steps[0].started_s if records.steps else math.nan
     if not first_s > granted_s:
@@ -130,12 +131,13 @@ def _restart(figures: RunFigures, records: RunRecords) -> tuple[float, str]:
 
 
 def _gaps_s(records: RunRecords) -> list[float]:
-    """Between the last step of a world and the first of the next one, where that was no handoff, no
-    recovery and no way back."""
+    """Between the last step of a world and the first of the next one, as long as a node was held,
+    where that was no handoff, no recovery and no way back."""
     live = {each.generation for each in records.reconfigurations}
     live |= {generation + 1 for generation in live} | {r.generation for r in records.recoveries}
+    held = held_spans(records.holdings) or [(-math.inf, math.inf)]  # none is known
     found = []
     for before, step in zip(records.steps, records.steps[1:], strict=False):
         if step.generation != before.generation and step.generation not in live:
-            found.append(step.started_s - before.ended_s)
+            found.append(overlap_s(held, before.ended_s, step.started_s))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from liver_hpc.report.traces import (
     read_trace,
     without_events,
 )
-from liver_hpc.run.records import RunRecords
+from liver_hpc.run.records import HoldingRecord, RunRecords
 from tests.unit.report.journals import write_journal
 from tests.unit.report.rows import baseline, reconfiguration, step
 
@@ -124,6 +125,22 @@ def test_strategies_are_judged_by_the_runs_own_costs(tmp_path: Path) -> None:
     assert live["goodput"] == pytest.approx(1 - 1.0 / 7200)
     assert restart["goodput"] == pytest.approx(1 - 22.0 / 7200)
     assert stable["held_h"] == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(("known", "restart_s"), [(True, 15.0), (False, 3580.0)])
+def test_a_wait_for_nodes_is_no_part_of_a_restart(
+    tmp_path: Path, known: bool, restart_s: float
+) -> None:
+    """The job was queued again: its node went 5 s after the last step, and came 10 s before the
+    next one."""
+    run = records()
+    run.baselines.clear()
+    run.steps.append(step(20, generation=3, started_s=run.steps[-1].ended_s + 3580.0))
+    times = [(90.0, run.steps[-2].ended_s + 5.0), (run.steps[-1].started_s - 10.0, math.nan)]
+    run.holdings.extend(HoldingRecord("n1", "main", "", 4, *each) for each in times if known)
+    found = compared(written(tmp_path, GOOD), run)
+    assert found["restart"]["lost_s"] == pytest.approx(restart_s)
+    assert "own restarts" in found["restart_is"]
 
 
 def test_it_is_printed_and_in_the_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
