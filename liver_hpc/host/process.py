@@ -19,14 +19,16 @@ CORES = "LIVER_CORES"
 # What Slurm, a PMI server, Open MPI or MPICH's process manager tell the processes of one launch.
 # Inherited by another one they give it the wrong nodes, ranks and sockets.
 _FOREIGN_PREFIXES = ("SLURM_", "SRUN_", "PMI", "OMPI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCAL")
-_KEPT = frozenset({"SLURM_CONF", "SLURM_JWT"})
+_CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER")
+_USER = ("SLURM_JWT", "SLURM_SACK_SOCKET", "SLURM_SACK_KEY", "SLURM_SACK_JWKS")
+_KEPT = frozenset(_CLUSTER + _USER)
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """`environment` without what belongs to the launch that this process came from.
 
-    SLURM_CONF and SLURM_JWT stay: they say where the cluster is and who the user is, not what we
-    are in it.
+    What says where the cluster is, and by what the user is known to it, stays: it does not say what
+    we are in it.
     """
     return {
         name: value

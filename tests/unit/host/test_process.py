@@ -25,7 +25,6 @@ from liver_hpc.host.process import (
 
 FOREIGN = [
     "SLURM_JOB_ID",
-    "SLURM_CONF_SERVER",
     "SLURM_HET_SIZE",
     "PMI_FD",
     "PMI2_FD",
@@ -35,7 +34,19 @@ FOREIGN = [
     "HYDI_CONTROL_FD",
     "MPI_LOCALRANKID",
 ]
-OURS = ["SLURM_CONF", "PATH", "HOME", "FI_PROVIDER", "MPIR_CVAR_CH4_NETMOD", "LIVER_LOCAL_RANK"]
+OURS = [
+    "SLURM_CONF",
+    "SLURM_CONF_SERVER",
+    "SLURM_JWT",
+    "SLURM_SACK_SOCKET",
+    "SLURM_SACK_KEY",
+    "SLURM_SACK_JWKS",
+    "PATH",
+    "HOME",
+    "FI_PROVIDER",
+    "MPIR_CVAR_CH4_NETMOD",
+    "LIVER_LOCAL_RANK",
+]
 
 
 def test_a_worker_takes_the_core_of_its_place_with_all_that_it_starts(
