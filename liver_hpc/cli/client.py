@@ -9,8 +9,9 @@ from contextlib import suppress
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmError
 from liver_hpc.cluster.slurm.replies import RUNNING
-from liver_hpc.cluster.slurm.run_job import JOB_POLL_S, RunJob, check_over, gone, job_of
+from liver_hpc.cluster.slurm.run_job import JOB_POLL_S, OwnJob, RunJob, check_over, gone, job_of
 from liver_hpc.errors import ConfigError, DeadlineError, LiverError, RequestRefused
+from liver_hpc.host.interfaces import is_loopback
 from liver_hpc.protocol.messages import FromOperator, Reply, StatusRequest, StopRequest
 from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.rendezvous.channel import (
@@ -49,6 +50,7 @@ def request(run: RunDirectory, message: FromOperator) -> Reply:
     address = run.coordinator()
     if address is None:
         raise _silence(run)
+    _check_place(run, address)
     try:
         channel = _open(run, address)
     except ChannelRefused as error:
@@ -190,6 +192,7 @@ class Watch:
             address = self._run.coordinator()
             try:
                 if self._channel is None and address is not None:
+                    _check_place(self._run, address)
                     self._channel = _open(self._run, address)
                 if self._channel is not None:
                     return StatusSnapshot.model_validate(_ask(self._channel, StatusRequest()).data)
@@ -281,6 +284,23 @@ def _silence(run: RunDirectory) -> LiverError:
         who += f" on {address.hostname}, job {job.job_id}"
     return LiverError(
         f"run {run}: its coordinator ({who}) is gone and left no outcome; {run.where_logs_are()}"
+    )
+
+
+def _check_place(run: RunDirectory, address: CoordinatorAddress) -> None:
+    """Raises LiverError where the coordinator listens on another machine's loopback: this machine's
+    own would be asked. Not where its job is seen to wait, or to be over: then nobody listens."""
+    if address.is_here or not is_loopback(address.host):
+        return
+    job = job_of(run)
+    with suppress(SlurmError):
+        if job is not None and job.is_over(or_queued=True):
+            return
+    noted = OwnJob.noted(run.path)
+    step = f" (srun --jobid={noted.job_id} --overlap ...)" if noted is not None else ""
+    raise LiverError(
+        f"run {run}: its coordinator listens on {address.host} of {address.hostname} alone; give "
+        f"the command there{step}"
     )
 
 

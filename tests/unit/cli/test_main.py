@@ -18,7 +18,7 @@ from liver_hpc import __version__
 from liver_hpc.cli import client
 from liver_hpc.cli import main as cli
 from liver_hpc.cli.options import new_parser
-from liver_hpc.cluster.slurm.run_job import RunJob
+from liver_hpc.cluster.slurm.run_job import OwnJob, RunJob
 from liver_hpc.config.load import dump_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import DeadlineError, LiverError
@@ -329,7 +329,7 @@ def elsewhere(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """A run whose job runs on another node, where nobody answers this machine."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    address = {"host": "127.0.0.1", "port": port, "pid": 1, "hostname": "n1"}
+    address = {"host": "0.0.0.0", "port": port, "pid": 1, "hostname": "n1"}
     (run.path / "coordinator.json").write_text(json.dumps(address))
     (tmp_path / "squeue").write_text("#!/bin/sh\necho '77|77|RUNNING|None|N/A|n1|demo'\n")
     (tmp_path / "squeue").chmod(0o755)
@@ -348,9 +348,26 @@ def test_run_whose_coordinator_is_not_reached(elsewhere: RunDirectory, capsys: C
     assert liver("status", "latest") == 1
     said = capsys.readouterr().err
     port = json.loads((elsewhere.path / "coordinator.json").read_text())["port"]
-    assert f"coordinator does not answer at 127.0.0.1:{port} (Connection refused)" in said
+    assert f"coordinator does not answer at 0.0.0.0:{port} (Connection refused)" in said
     assert "job 77 is RUNNING on n1; does this machine reach" in said
     assert "`network.interface`" in said
+
+
+def test_a_coordinator_on_the_loopback_of_another_machine_is_asked_there(
+    run: RunDirectory, standin: StandIn, capsys: Captured
+) -> None:
+    """Whoever listens on this machine's, at its port, is another one."""
+    (run.path / "run.yaml").write_text(dump_run(minimal(cluster={"kind": "local"})))
+    path = run.path / "coordinator.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "hostname": "elsewhere"}))
+    said = f"run {run}: its coordinator listens on 127.0.0.1 of elsewhere alone; give the command"
+    for command in ("status", "stop"):
+        assert liver(command, "latest") == 1
+        assert capsys.readouterr().err == f"liver: error: {said} there\n"
+    OwnJob(job_id="77").note(run.path)
+    with pytest.raises(LiverError, match=r" there \(srun --jobid=77 --overlap \.\.\.\)$"):
+        client.Watch(run).snapshot()
+    assert standin.requests.empty()
 
 
 def test_run_whose_coordinator_is_behind_a_firewall(
