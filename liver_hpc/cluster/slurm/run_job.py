@@ -15,6 +15,7 @@ from liver_hpc.cluster.slurm.replies import JobInfo
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.host.files import write_whole
 from liver_hpc.run.directory import RunDirectory
+from liver_hpc.run.entries import JOURNAL_FILE, last_end, last_step
 from liver_hpc.run.outcome import Outcome
 
 JOB_FILE = "job.json"
@@ -135,11 +136,22 @@ class RunJob:
         poll_until(self.is_over, deadline, JOB_POLL_S)
         if (outcome := self.run.outcome()) is not None:
             return outcome
-        before = self.run.last_outcome()
-        step = before.step if before is not None else 0
-        outcome = Outcome("stopped", "cancelled before it trained", step)
+        step = self._steps_done()
+        again = "cancelled in the queue; `liver submit --resume` goes on from its newest checkpoint"
+        outcome = Outcome("stopped", again if step else "cancelled before it trained", step)
         outcome.write(self.run.path)
         return outcome
+
+    def _steps_done(self) -> int:
+        """By whoever coordinated the run last, also where that was killed, or it begins again."""
+        if (last := self.run.last_outcome()) is not None:
+            return last.step
+        journal = self.run.path / JOURNAL_FILE
+        with suppress(ConfigError):  # there is none yet, or it is damaged
+            if (end := last_end(journal)) is not None:
+                return int(end["step"])
+        newest = last_step(journal)
+        return int(newest.event["step"]) + 1 if newest is not None else 0
 
 
 def own_job(run: RunDirectory, info: JobInfo | None) -> JobInfo | None:

@@ -1,12 +1,44 @@
-"""Which directory is this job's: not every job of the same id is the same job."""
+"""Which directory is this job's: not every job of the same id is the same job. And its end."""
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from liver_hpc.cluster.slurm.run_job import OwnJob
+from liver_hpc.cluster.slurm.commands import SlurmCommands
+from liver_hpc.cluster.slurm.run_job import OwnJob, RunJob
+from liver_hpc.run.directory import RunDirectory
+from liver_hpc.run.entries import JOURNAL_FILE, Event, encode
+from liver_hpc.run.outcome import Outcome, begin_again
+
+END = encode(2, 1002.0, {}, [{"type": "end", "state": "stopped", "reason": "asked to", "step": 7}])
+
+
+class Queued:
+    """Job 77 waits until it is cancelled: in the place of what runs Slurm's commands."""
+
+    def __init__(self) -> None:
+        self.cancelled: list[str] = []
+
+    def __call__(self, words: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str]:
+        if words[0] == "scancel":
+            self.cancelled += words[1:]
+        waits = words[0] == "squeue" and not self.cancelled
+        shown = "77|77|PENDING|Resources|N/A||run\n" if waits else ""
+        return subprocess.CompletedProcess(list(words), 0, shown, "")
+
+
+def a_queued_run(path: Path, *ends: bytes) -> RunJob:
+    """A run that trained six steps, perhaps has ended, and begins again."""
+    events: list[Event] = [{"type": "coordinator_started"}, {"type": "step_done", "step": 5}]
+    lines = [encode(number, 1000.0, event) for number, event in enumerate(events)]
+    (path / JOURNAL_FILE).write_bytes(b"".join([*lines, *ends]))
+    Outcome("stopped", "asked to", 7).write(path)
+    begin_again(path)
+    return RunJob(RunDirectory(path), "77", SlurmCommands(1.0, 0.0, run=Queued()))
 
 
 def job(
@@ -53,3 +85,23 @@ def test_a_note_that_cannot_be_read_is_nobodys(tmp_path: Path) -> None:
 
 def test_outside_of_a_job_there_is_none() -> None:
     assert OwnJob.of({}) is None
+
+
+# ---- cancelled
+
+
+@pytest.mark.parametrize(("ends", "step"), [([END], 7), ([], 6)])
+def test_a_run_that_waits_to_go_on_is_cancelled_where_it_was(
+    tmp_path: Path, ends: list[bytes], step: int
+) -> None:
+    """Also after its coordinator was killed."""
+    outcome = a_queued_run(tmp_path, *ends).cancel(5.0)
+    said = "cancelled in the queue; `liver submit --resume` goes on from its newest checkpoint"
+    assert outcome == Outcome("stopped", said, step)
+    assert RunDirectory(tmp_path).last_outcome() == outcome
+
+
+def test_a_run_that_has_not_trained_is_cancelled_at_step_0(tmp_path: Path) -> None:
+    job = a_queued_run(tmp_path)
+    (tmp_path / JOURNAL_FILE).unlink()
+    assert job.cancel(5.0) == Outcome("stopped", "cancelled before it trained", 0)
