@@ -9,7 +9,15 @@ from contextlib import suppress
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmError
 from liver_hpc.cluster.slurm.replies import RUNNING
-from liver_hpc.cluster.slurm.run_job import JOB_POLL_S, OwnJob, RunJob, check_over, gone, job_of
+from liver_hpc.cluster.slurm.run_job import (
+    JOB_POLL_S,
+    OwnJob,
+    RunJob,
+    check_over,
+    gone,
+    job_of,
+    noted_job,
+)
 from liver_hpc.errors import ConfigError, DeadlineError, LiverError, RequestRefused
 from liver_hpc.host.interfaces import is_loopback
 from liver_hpc.protocol.messages import FromOperator, Reply, StatusRequest, StopRequest
@@ -107,8 +115,9 @@ def stop(run: RunDirectory, timeout_s: float | None = None, checkpoint: bool = F
     try:
         reply = request(run, StopRequest(checkpoint=checkpoint))
     except RunWaits:
-        assert job is not None
-        return job.cancel(limits.boundary_s + ends_s if timeout_s is None else timeout_s)
+        waits = job or noted_job(run)
+        assert waits is not None
+        return waits.cancel(limits.boundary_s + ends_s if timeout_s is None else timeout_s)
     if timeout_s is None:
         timeout_s = reply.data.get("stops_within_s", limits.boundary_s) + ends_s
     deadline = Deadline.after(clock, timeout_s, f"run {run} to stop")
@@ -267,21 +276,23 @@ def _ask(channel: Channel, message: FromOperator) -> Reply:
 def _silence(run: RunDirectory) -> LiverError:
     """Why nobody answers for a run that is not over."""
     address, job = run.coordinator(), job_of(run)
+    asked = job or noted_job(run)
     try:
-        info = job.find() if job is not None else None
+        info = asked.find() if asked is not None else None
     except SlurmError as error:
         return LiverError(f"run {run}: its coordinator does not answer, and Slurm neither: {error}")
-    if info is not None and (info.queued or address is None):
+    if info is not None and (info.queued or (address is None and job is not None)):
         return RunWaits(f"run {run}: {info}")
-    if address is None and job is not None:
-        return gone(run, job)
+    is_over = asked is not None and info is None
+    if address is None and is_over:
+        return gone(run, asked)
     if address is None:
         return LiverError(f"run {run} has no coordinator: it is starting or ending")
-    if coordinator_lives(run):
+    if not (is_over and not address.is_here) and coordinator_lives(run):
         return LiverError(f"run {run} is ending; its outcome is not written yet")
     who = f"process {address.pid}"
-    if job is not None:
-        who += f" on {address.hostname}, job {job.job_id}"
+    if asked is not None:
+        who += f" on {address.hostname}, job {asked.job_id}"
     return LiverError(
         f"run {run}: its coordinator ({who}) is gone and left no outcome; {run.where_logs_are()}"
     )
@@ -292,12 +303,14 @@ def _check_place(run: RunDirectory, address: CoordinatorAddress) -> None:
     own would be asked. Not where its job is seen to wait, or to be over: then nobody listens."""
     if address.is_here or not is_loopback(address.host):
         return
-    job = job_of(run)
+    job = job_of(run) or noted_job(run)
     with suppress(SlurmError):
         if job is not None and job.is_over(or_queued=True):
             return
     noted = OwnJob.noted(run.path)
-    step = f" (srun --jobid={noted.job_id} --overlap ...)" if noted is not None else ""
+    step = ""
+    if noted is not None and run.job_id() in (None, noted.job_id):
+        step = f" (srun --jobid={noted.job_id} --overlap ...)"
     raise LiverError(
         f"run {run}: its coordinator listens on {address.host} of {address.hostname} alone; give "
         f"the command there{step}"

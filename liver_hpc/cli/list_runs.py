@@ -16,7 +16,7 @@ from pathlib import Path
 
 from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.replies import JobInfo
-from liver_hpc.cluster.slurm.run_job import RunJob, own_job
+from liver_hpc.cluster.slurm.run_job import RunJob, noted_job_id, own_job
 from liver_hpc.errors import LiverError
 from liver_hpc.report.wording import NOTHING, duration_text, layout_text
 from liver_hpc.run.directory import RunDirectory, runs_in
@@ -93,7 +93,8 @@ def _jobs(job_ids: Sequence[str]) -> Jobs:
 
 @dataclass(frozen=True)
 class _Files:
-    """What a run's small files say. job: Slurm's, of a run there. problem: a file is damaged."""
+    """What a run's small files say. job: Slurm's, of a run there, or the one that may be queued to
+    go on with a local run. problem: a file is damaged."""
 
     run: RunDirectory
     world: WorldNote | None = None
@@ -108,7 +109,7 @@ class _Files:
             if outcome is not None:
                 return cls(run, world, outcome)
             kind = _kind(run) if world is None else world.cluster
-            job = (run.job_id() or "") if kind == "slurm" else ""
+            job = (run.job_id() or "") if kind == "slurm" else noted_job_id(run)
             return cls(run, world, None, job)
         except (LiverError, OSError) as error:
             return cls(run, problem=str(error))
@@ -141,10 +142,11 @@ class _Files:
         lives = TRAINING if self.world is not None else STARTING
         if self.run.coordinators_process() is not None:
             return lives, ""
-        if self.job:
+        info = own_job(self.run, (jobs or {}).get(self.job))
+        is_job = self.run.job_id() is not None or address is None
+        if self.job and (is_job or (info is not None and info.queued)):
             if jobs is None:
                 return UNKNOWN, f"Slurm does not say what became of job {self.job}"
-            info = own_job(self.run, jobs.get(self.job))
             if info is None or info.over:
                 try:
                     RunJob(self.run, self.job, SlurmCommands(_SLURM_S, 0.0)).check_cluster()

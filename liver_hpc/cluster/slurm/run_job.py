@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import which
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -28,6 +29,7 @@ class OwnJob(BaseModel):
 
     started: when, as Slurm writes it; empty where it does not. restarts: how often it was queued
     again. array_task: such as "77_4"; the id of one task of an array may be that of all of it.
+    job_name: by it a job that Slurm gives the same id later is told from this one.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -37,6 +39,7 @@ class OwnJob(BaseModel):
     started: str = ""
     restarts: int = 0
     array_task: str = ""
+    job_name: str = ""
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> OwnJob | None:
@@ -51,6 +54,7 @@ class OwnJob(BaseModel):
             started=environment.get("SLURM_JOB_START_TIME", ""),
             restarts=int(environment.get("SLURM_RESTART_COUNT") or 0),
             array_task=array and f"{array}_{environment.get('SLURM_ARRAY_TASK_ID', '')}",
+            job_name=environment.get("SLURM_JOB_NAME", ""),
         )
 
     def made(self, run_directory: Path) -> bool:
@@ -104,8 +108,8 @@ class RunJob:
     def check_cluster(self) -> None:
         """Raises ConfigError for a run without an outcome whose job ran in another cluster than
         the one that is asked here, which knows nothing of it."""
-        noted = OwnJob.noted(self.run.path)
-        if noted is None or not noted.cluster or noted.job_id != self.job_id:
+        noted = _noted_as(self.run, self.job_id)
+        if noted is None or not noted.cluster:
             return
         if self.run.outcome() is not None:
             return
@@ -132,7 +136,8 @@ class RunJob:
         Raises DeadlineError when the job does not end.
         """
         deadline = Deadline.after(SystemClock(), timeout_s, f"job {self.job_id} to end")
-        self.commands.cancel(self.job_id)
+        noted = _noted_as(self.run, self.job_id)
+        self.commands.cancel((noted.array_task if noted is not None else "") or self.job_id)
         poll_until(self.is_over, deadline, JOB_POLL_S)
         if (outcome := self.run.outcome()) is not None:
             return outcome
@@ -157,12 +162,21 @@ class RunJob:
 def own_job(run: RunDirectory, info: JobInfo | None) -> JobInfo | None:
     """What Slurm says of the run's job id; None where another job has it by now, as its name
     shows."""
-    is_other = info is not None and run.job_name() not in ("", info.name)
-    return None if is_other else info
+    if info is None:
+        return None
+    noted = _noted_as(run, info.job_id)
+    name = run.job_name() or (noted.job_name if noted is not None else "")
+    return info if name in ("", info.name) else None
+
+
+def _noted_as(run: RunDirectory, job_id: str) -> OwnJob | None:
+    """What job `job_id` noted of itself in a run's directory; None where another one did last."""
+    noted = OwnJob.noted(run.path)
+    return noted if noted is not None and noted.job_id == job_id else None
 
 
 def job_of(run: RunDirectory) -> RunJob | None:
-    """None for a local run, and before it is known which job the run is.
+    """None for a local run (see `noted_job`), and before it is known which job the run is.
 
     One question to Slurm, without patience: somebody waits for the answer.
     """
@@ -170,6 +184,23 @@ def job_of(run: RunDirectory) -> RunJob | None:
     if config.cluster.kind != "slurm" or job_id is None:
         return None
     return RunJob(run, job_id, SlurmCommands(config.cluster.slurm.command_s, unreachable_s=0.0))
+
+
+def noted_job(run: RunDirectory) -> RunJob | None:
+    """The job in which `liver run` last coordinated a local run: while it is queued it is to go on
+    with the run. What it does once it runs need not be that.
+
+    None where there is none, the run was submitted since, or Slurm's commands are not here.
+    """
+    job_id = noted_job_id(run)
+    command_s = run.config().cluster.slurm.command_s
+    return RunJob(run, job_id, SlurmCommands(command_s, unreachable_s=0.0)) if job_id else None
+
+
+def noted_job_id(run: RunDirectory) -> str:
+    """That of `noted_job`; empty without one."""
+    noted = OwnJob.noted(run.path) if run.job_id() is None and which("squeue") else None
+    return noted.job_id if noted is not None else ""
 
 
 def gone(run: RunDirectory, job: RunJob | None) -> LiverError:
@@ -182,10 +213,13 @@ def check_over(run: RunDirectory) -> None:
     another cluster's, or a process of it lives. SlurmError where the controller does not answer.
     """
     job, address = job_of(run), run.coordinator()
+    asked = job or noted_job(run)
+    info = asked.find() if asked is not None else None
+    if info is not None:
+        starts = address is None and run.outcome() is None
+        if job is not None or info.queued or starts:
+            raise ConfigError(f"run {run} is not over: job {info.job_id} is {info.state}")
     if job is not None:
-        info = job.find()
-        if info is not None:
-            raise ConfigError(f"run {run} is not over: job {job.job_id} is {info.state}")
         return
     if address is not None and not address.is_here:
         raise ConfigError(

@@ -12,6 +12,7 @@ import pytest
 
 from liver_hpc.cli import main as cli
 from liver_hpc.cli import submission
+from liver_hpc.cli.list_runs import list_runs
 from liver_hpc.cli.submission import resume_run
 from liver_hpc.cluster.slurm.run_job import OwnJob, check_over
 from liver_hpc.errors import CheckpointError, ConfigError, LiverError
@@ -30,7 +31,9 @@ from tests.unit.layout.models import TIED
 from tests.unit.standin import StandIn
 
 STOPPED = Outcome("stopped", "asked to", 7)
+TIME_IS_UP = Outcome("requeue", "its job is about to end", 7)
 SQUEUE = """#!/bin/sh
+test ! -e cancelled || exit 0
 test -z "{state}" || echo "77|77|{state}|None|N/A|n1|run-slurm"
 test -n "{state}" || {{ echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; }}
 """
@@ -315,6 +318,78 @@ def test_a_local_run_that_was_killed_goes_on(launches: Launches) -> None:
     run.note_job_id(str(1 << 22))  # above what Linux gives out
     (run.path / "coordinator.json").write_text(address_of(1 << 22, socket.gethostname()))
     assert resume_run(run) == 7
+
+
+# ---- on one node, in a job of Slurm
+
+
+def in_a_job(
+    outcome: Outcome | None = TIME_IS_UP, job_name: str = "run-slurm", array_task: str = ""
+) -> RunDirectory:
+    run = ended(outcome, kind="local")
+    OwnJob(job_id="77", job_name=job_name, array_task=array_task).note(run.path)
+    return run
+
+
+def test_a_local_run_whose_job_is_queued_to_go_on_with_it_does_not(launches: Launches) -> None:
+    run = in_a_job()
+    squeue_says("PENDING")
+    assert list_runs(Path("runs"))[0][0].state == "waiting for Slurm"
+    with pytest.raises(ConfigError, match=r"^run runs/run-local is not over: job 77 is PENDING$"):
+        resume_run(run)
+    squeue_says("RUNNING")  # its coordinator is about to listen
+    with pytest.raises(ConfigError, match=r"is not over: job 77 is RUNNING$"):
+        resume_run(run)
+    assert (launches.runs, run.last_outcome()) == ([], TIME_IS_UP)
+
+
+@pytest.mark.parametrize("array_task", ["", "77_4"])
+def test_a_local_run_whose_job_is_queued_is_cancelled_there(
+    array_task: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the coordinator of before was killed. Of an array its task alone."""
+    run = in_a_job(array_task=array_task)
+    (run.path / "coordinator.json").write_text(address_of(1 << 22, "elsewhere"))
+    squeue_says("PENDING")
+    scancel = Path("programs/scancel")
+    scancel.write_text('#!/bin/sh\necho "$*" > cancelled\n')
+    scancel.chmod(0o755)
+    assert list_runs(Path("runs"))[0][0].state == "waiting for Slurm"
+    assert cli.main(["status", run.path.name]) == cli.EXIT_OK
+    assert "queued as job 77: PENDING" in capsys.readouterr().out
+    assert cli.main(["stop", run.path.name]) == cli.EXIT_OK
+    assert "stopped at step 7: cancelled in the queue" in capsys.readouterr().out
+    assert Path("cancelled").read_text().strip() == (array_task or "77")
+
+
+def test_what_a_local_runs_job_does_after_it_is_no_matter(launches: Launches) -> None:
+    """As an allocation in which one run after the other is begun."""
+    run = in_a_job(STOPPED)
+    squeue_says("RUNNING")
+    assert resume_run(run) == 7
+
+
+@pytest.mark.parametrize("case", ["job over", "of another name", "submitted since", "no Slurm"])
+def test_a_local_run_whose_job_will_not_go_on_with_it_does(
+    launches: Launches, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = in_a_job(job_name="another" if case == "of another name" else "run-slurm")
+    squeue_says("" if case == "job over" else "PENDING")
+    if case == "submitted since":
+        run.note_job_id(str(1 << 22))
+    if case == "no Slurm":
+        monkeypatch.setenv("PATH", "")
+    assert resume_run(run) == 7
+
+
+def test_a_local_run_whose_job_was_lost_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+    run = in_a_job(None)
+    assert cli.main(["status", run.path.name]) == cli.EXIT_FAILED
+    assert "its job 77 is over and left no outcome" in capsys.readouterr().err
+    assert list_runs(Path("runs"))[0][0].state == "lost"
+    (run.path / "coordinator.json").write_text(address_of(1 << 22, "n1"))
+    assert cli.main(["status", run.path.name]) == cli.EXIT_FAILED
+    assert "on n1, job 77) is gone and left no outcome" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
