@@ -5,8 +5,8 @@ in the session of the process that submits, and with its output. Started from he
 session of its own and its output in a file: Ctrl-C, a closed terminal and `$(liver submit ...)`
 leave it alone.
 
-In a Slurm job that begins again `liver run` goes on: the run's directory is named after the job,
-and the run file is the one that the job began with.
+In a Slurm job that begins again `liver run` goes on with the run that the job began by the same
+request: the same run file, whatever stands in it by now, and the same overrides.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from liver_hpc.cli.client import answers, coordinator_lives
 from liver_hpc.cli.submission import checked_run, new_run, note_latest
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.cluster.slurm.run_job import OwnJob
+from liver_hpc.config.load import parse_values, read_text
 from liver_hpc.config.schema import RunConfig, SlurmSection
 from liver_hpc.coordinator.hosting import HostedCoordinator, checkpoint_in_time, requeue
 from liver_hpc.errors import ConfigError, LiverError, problems_of
-from liver_hpc.host.files import whose
-from liver_hpc.recipes.completion import load_users_run
-from liver_hpc.run.directory import RunDirectory
+from liver_hpc.recipes.completion import parse_users_run
+from liver_hpc.run.directory import RunDirectory, runs_in
 from liver_hpc.run.outcome import Outcome
 
 _END_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
@@ -122,7 +123,12 @@ def run_here(config_path: Path, overrides: Sequence[str]) -> tuple[RunDirectory,
     signals = JobSignals()
     signals.listen()
     with problems_of(config_path):
-        run = _open_run(load_users_run(config_path, overrides), signals.job)
+        asked = Asked(config_path, read_text(config_path), overrides)
+        if signals.job is not None:
+            run = _open_run(asked, signals.job)
+        else:
+            config = asked.config()
+            run = _new_run(config, _kind_of(config, None), None)
     return run, signals.coordinate(run)
 
 
@@ -164,8 +170,61 @@ def _check_place(run: RunDirectory, own: OwnJob | None) -> None:
         raise LiverError(f"run {run}: what starts its coordinator may live, and starts another one")
 
 
-def _open_run(config: RunConfig, job: OwnJob | None) -> RunDirectory:
-    """The directory of this job's run, made where it is not there yet."""
+@dataclass(frozen=True)
+class Asked:
+    """A request: a run file with its text, and what beats it. Everything may raise ConfigError."""
+
+    path: Path
+    text: str
+    overrides: Sequence[str]
+
+    def config(self) -> RunConfig:
+        return parse_users_run(self.text, str(self.path), self.overrides)
+
+    def place(self) -> tuple[Path, str]:
+        """The directory of runs and the run's name, also of a file that is wrong otherwise: who
+        goes on with a run does not need it."""
+        values = parse_values(self.text, str(self.path), self.overrides)
+        defaults = RunConfig.model_fields
+        runs, name = (values.get(key, defaults[key].default) for key in ("runs_directory", "name"))
+        with contextlib.suppress(TypeError, RuntimeError):
+            return Path(runs).expanduser().absolute(), str(name)
+        self.config()  # says that this is no directory
+        raise AssertionError(runs)
+
+
+def _open_run(asked: Asked, job: OwnJob) -> RunDirectory:
+    """The directory of this job's run of this request, made where it is not there yet."""
+    job = job.asking(asked.path, asked.overrides, asked.text)
+    runs, name = asked.place()
+    made = [run for run in runs_in(runs)[0] if f"-{job.job_id}" in run.path.name]
+    made = [run for run in made if job.made(run.path)]
+    known = _known_run(made, name, job)
+    config = asked.config() if known is None else known.config()
+    kind = _kind_of(config, job)
+    if known is None:
+        return _new_run(config, kind, job)
+    changed = f", as it began: {asked.path} was changed" if job.finds_changed(known.path) else ""
+    print(f"run {known} goes on{changed}", flush=True)
+    with contextlib.suppress(OSError):  # a full disk: an earlier start stays noted
+        job.note(known.path)
+    return known
+
+
+def _known_run(made: Sequence[RunDirectory], name: str, job: OwnJob) -> RunDirectory | None:
+    """Of directories that this job made the one of its request; one of the same text before all
+    others. It has a number behind its name where another run of the job, or a job of the same id,
+    came first."""
+    mine = [run for run in made if job.asks_for(run.path, name)]
+
+    def fits(run: RunDirectory) -> tuple[bool, float]:
+        return not job.finds_changed(run.path), OwnJob.noted_s(run.path)
+
+    return max(mine, key=fits, default=None)
+
+
+def _kind_of(config: RunConfig, job: OwnJob | None) -> str:
+    """Of cluster. Raises ConfigError where a run on Slurm has no place."""
     kind = config.cluster.kind
     if kind == "slurm" and job is None:
         raise ConfigError(
@@ -180,33 +239,22 @@ def _open_run(config: RunConfig, job: OwnJob | None) -> RunDirectory:
             "set), and what a run asks of Slurm for its job would befall the other tasks, too; "
             "give each run a job of its own, as by a loop of `liver submit`"
         )
+    return kind
+
+
+def _new_run(config: RunConfig, kind: str, job: OwnJob | None) -> RunDirectory:
     name = f"{config.name}-{job.job_id}" if job is not None else None
-    if job is not None and (known := _known_run(config, job)) is not None:
-        print(f"run {known} goes on", flush=True)
-        with contextlib.suppress(OSError):  # a full disk: an earlier start stays noted
-            job.note(known.path)
-        return known
     run = new_run(*checked_run(config, kind), name)
     if job is not None:
         job.note(run.path)
         if kind == "slurm":
             run.note_job_id(job.job_id, os.environ.get("SLURM_JOB_NAME", ""))
     note_latest(run)
+    if job is not None and job.restarts:
+        begins = f"job {job.job_id} was queued again, but began no run by this request before"
+        print(f"liver: note: {begins}: a new one begins", file=sys.stderr)
     print(f"run {run}", flush=True)
     return run
-
-
-def _known_run(config: RunConfig, job: OwnJob) -> RunDirectory | None:
-    """The directory that this job made when it started before; it has a number behind its name
-    where another job of the same id came first."""
-    runs = config.runs_directory.expanduser().absolute()
-    found = [
-        path
-        for path in runs.glob(f"{config.name}-{job.job_id}*")
-        if not path.is_symlink() and not whose(path.lstat()) and (path / "run.yaml").is_file()
-    ]
-    mine = [path for path in found if job.made(path)]
-    return RunDirectory(max(mine, key=OwnJob.noted_s)) if mine else None
 
 
 # ---- a job's signals

@@ -25,15 +25,30 @@ def load_run(path: Path, overrides: Sequence[str] = (), derive: Derive | None = 
     Relative paths in the file stay as they are: they are relative to the current directory.
     Raises ConfigError that names file, line, key, what was wanted and what came, all at once.
     """
+    return parse_run(read_text(path), str(path), overrides, derive)
+
+
+def read_text(path: Path) -> str:
+    """A run file's. Raises ConfigError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such file") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a UTF-8 text file ({error.reason})") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    return parse_run(text, str(path), overrides, derive)
+
+
+def parse_values(text: str, name: str, overrides: Sequence[str] = ()) -> dict[Any, Any]:
+    """What a run file says, overrides included, whether or not that makes a run.
+
+    Raises ConfigError for one that is no YAML.
+    """
+    values, _ = _parse(text, name)
+    for override in overrides:
+        _override(values, override)
+    return values
 
 
 def parse_run(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from liver_hpc.config.completion import Derived, Where
-from liver_hpc.config.load import load_run
+from liver_hpc.config.load import load_run, parse_run
 from liver_hpc.config.problems import KeyPath, validated
 from liver_hpc.config.schema import RunConfig, own_recipe_directory
 from liver_hpc.errors import ConfigError
@@ -22,6 +22,11 @@ def load_users_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises ConfigError, also for values that differ from those that follow from `model`.
     """
     return load_run(path, overrides, _derive)
+
+
+def parse_users_run(text: str, name: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """The same from a text; `name` stands for it in errors."""
+    return parse_run(text, name, overrides, _derive)
 
 
 def _derive(values: dict[Any, Any], where: Where) -> Mapping[KeyPath, Derived]:

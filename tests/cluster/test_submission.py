@@ -225,6 +225,6 @@ def test_the_same_by_sbatch(site: Site) -> None:
     said = (site.directory / f"liver-{job}.log").read_text()
     assert said.count(f"run runs/{run.name}\n") == 1
     assert f"run runs/{run.name} goes on when its job starts again" in said
-    assert f"run runs/{run.name} goes on\n" in said
+    assert f"run runs/{run.name} goes on, as it began: run.yaml was changed\n" in said
     assert f"run runs/{run.name}: stopped at step 7: asked to\n" in said
     await_that(lambda: not site.jobs(), "the job to be over")

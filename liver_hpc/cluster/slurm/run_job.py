@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from shutil import which
 
@@ -30,6 +31,8 @@ class OwnJob(BaseModel):
     started: when, as Slurm writes it; empty where it does not. restarts: how often it was queued
     again. array_task: such as "77_4"; the id of one task of an array may be that of all of it.
     job_name: by it a job that Slurm gives the same id later is told from this one.
+    request: what `liver run` was asked: the absolute path of its run file, and the overrides; none
+    of another command, or of an earlier release. run_file: the sha256 of what stood in that file.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -40,6 +43,8 @@ class OwnJob(BaseModel):
     restarts: int = 0
     array_task: str = ""
     job_name: str = ""
+    request: tuple[str, ...] = ()
+    run_file: str = ""
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> OwnJob | None:
@@ -57,6 +62,12 @@ class OwnJob(BaseModel):
             job_name=environment.get("SLURM_JOB_NAME", ""),
         )
 
+    def asking(self, config_path: Path, overrides: Sequence[str], text: str) -> OwnJob:
+        """For a run of a file with that text."""
+        request = (str(config_path.absolute()), *overrides)
+        run_file = sha256(text.encode()).hexdigest()
+        return self.model_copy(update={"request": request, "run_file": run_file})
+
     def made(self, run_directory: Path) -> bool:
         """Whether this start of the job, or an earlier one, noted itself in `run_directory`. One
         that was queued again also finds a directory of its name in which nobody has: its first
@@ -69,7 +80,28 @@ class OwnJob(BaseModel):
             return False
         if (noted.job_id, noted.cluster) != (self.job_id, self.cluster):
             return False
-        return self.restarts > noted.restarts or self == noted
+        return self.restarts > noted.restarts or self._is_start_of(noted)
+
+    def asks_for(self, run_directory: Path, name: str) -> bool:
+        """Whether this request is the one by which this job made a directory. The run file may have
+        been changed since an earlier start; within one start another text is another request. By a
+        run's name where no request is noted."""
+        noted = OwnJob.noted(run_directory)
+        if noted is None or not noted.request:
+            return run_directory.name.startswith(f"{name}-{self.job_id}")
+        if self.request != noted.request:
+            return False
+        return self.run_file == noted.run_file or not self._is_start_of(noted)
+
+    def finds_changed(self, run_directory: Path) -> bool:
+        """Whether something else stands in the run file than when the job looked last."""
+        noted = OwnJob.noted(run_directory)
+        return noted is not None and noted.run_file not in ("", self.run_file)
+
+    def _is_start_of(self, noted: OwnJob) -> bool:
+        """A step of the job may be told another name for it."""
+        asked = {"request": self.request, "run_file": self.run_file, "job_name": self.job_name}
+        return self == noted.model_copy(update=asked)
 
     @classmethod
     def noted(cls, run_directory: Path) -> OwnJob | None:

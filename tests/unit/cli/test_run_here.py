@@ -16,7 +16,9 @@ import pytest
 import yaml
 
 from liver_hpc.cli import main as cli
+from liver_hpc.cli.launch import JobSignals, run_here
 from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.errors import ConfigError
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.outcome import Outcome
 from tests.unit.config.runs import MINIMAL, write_minimal
@@ -120,7 +122,7 @@ def test_outside_of_a_job_every_signal_stops_the_run(
 
 
 def test_a_job_that_is_about_to_end_is_queued_again_and_goes_on(
-    started: Callable[..., Here], in_job: Path, monkeypatch: pytest.MonkeyPatch
+    started: Callable[..., Here], in_job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_START_TIME", "1000")
     run = Path("runs/run-77")
@@ -143,7 +145,8 @@ def test_a_job_that_is_about_to_end_is_queued_again_and_goes_on(
     again = started(kind="slurm", slurm={**SLURM, "poll_s": 9.0})
     again.await_coordinator(lambda: run)
     code, shown = again.end(signal.SIGTERM)
-    assert shown == f"run {run} goes on\nrun {run}: stopped at step 7: SIGTERM\n"
+    changed = f"as it began: {tmp_path / 'run.yaml'} was changed"
+    assert shown == f"run {run} goes on, {changed}\nrun {run}: stopped at step 7: SIGTERM\n"
     assert code == cli.EXIT_OK
     assert (run / "run.yaml").read_bytes() == before
     assert yaml.safe_load(before)["cluster"]["kind"] == "slurm"
@@ -270,3 +273,97 @@ def test_a_slurm_run_wants_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[s
     said = capsys.readouterr().err
     assert "cluster slurm: `liver run` belongs into a Slurm job" in said
     assert not Path("runs").exists()
+
+
+# ---- several in one job
+
+Runs = Callable[..., str]
+
+
+@pytest.fixture
+def runs(in_job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    """`liver run` with overrides in this process, of a run that is over at once: its directory."""
+    monkeypatch.setattr(JobSignals, "coordinate", lambda signals, run: Outcome("finished", "", 10))
+
+    def run(*overrides: str, **changed: Any) -> str:
+        path = tmp_path / "run.yaml"
+        if changed or not path.exists():
+            write_minimal(tmp_path, **changed)
+        return run_here(path, overrides)[0].path.name
+
+    return run
+
+
+@pytest.fixture
+def again(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """The job is queued again, and starts."""
+
+    def start() -> None:
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+        monkeypatch.setenv("SLURM_JOB_START_TIME", "2000")
+
+    return start
+
+
+SWEEP = ["optimizer.lr=3e-3", "optimizer.lr=2e-3", "optimizer.lr=1e-3"]
+DIRECTORIES = ["run-77", "run-77-2", "run-77-3"]
+
+
+def test_each_request_of_a_job_is_a_run_and_finds_its_own_again(
+    runs: Runs, again: Callable[[], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert [runs(lr) for lr in SWEEP[:2]] == DIRECTORIES[:2]
+    rates = [RunDirectory(Path("runs") / name).config().optimizer.lr for name in DIRECTORIES[:2]]
+    assert rates == [3e-3, 2e-3]
+    assert runs(SWEEP[0]) == "run-77"
+    again()
+    capsys.readouterr()
+    assert [runs(lr) for lr in SWEEP] == DIRECTORIES
+    shown = capsys.readouterr()
+    lines = ["run runs/run-77 goes on", "run runs/run-77-2 goes on", "run runs/run-77-3"]
+    assert shown.out.splitlines() == lines
+    assert shown.err.count("job 77 was queued again, but began no run by this request before") == 1
+
+
+def test_a_run_file_that_a_script_writes_anew_is_a_request_of_its_own(
+    runs: Runs, again: Callable[[], None]
+) -> None:
+    for _ in range(2):
+        names = [runs(train={"steps": steps, "global_batch": 8}) for steps in (10, 20, 30)]
+        assert names == DIRECTORIES
+        again()
+
+
+@pytest.mark.parametrize("changed", [{"name": "other"}, {"train": {"steps": "bad"}}])
+def test_a_job_that_was_queued_again_goes_on_whatever_the_run_file_says_by_now(
+    changed: dict[str, Any],
+    runs: Runs,
+    again: Callable[[], None],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert runs() == "run-77"
+    again()
+    capsys.readouterr()
+    assert runs(**changed) == "run-77"
+    changed_line = f"as it began: {tmp_path / 'run.yaml'} was changed"
+    assert capsys.readouterr().out == f"run runs/run-77 goes on, {changed_line}\n"
+    assert runs() == "run-77"  # of this text, in this start
+
+
+@pytest.mark.parametrize("given", ["5", "~nobody-of-that-name/runs"])
+def test_a_directory_of_runs_that_is_none_is_told(given: str, runs: Runs) -> None:
+    with pytest.raises(ConfigError, match="--set runs_directory"):
+        runs(f"runs_directory={given}")
+
+
+def test_by_its_name_where_an_earlier_release_noted_the_job(
+    runs: Runs, again: Callable[[], None]
+) -> None:
+    assert runs() == "run-77"
+    note = Path("runs/run-77/job.json")
+    noted = json.loads(note.read_text())
+    note.write_text(json.dumps({key: noted[key] for key in ("job_id", "cluster", "started")}))
+    again()
+    assert runs("train.steps=20") == "run-77"
+    assert runs("train.steps=30") == "run-77-2"

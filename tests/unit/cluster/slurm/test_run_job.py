@@ -83,6 +83,28 @@ def test_a_note_that_cannot_be_read_is_nobodys(tmp_path: Path) -> None:
     assert not job(restarts="1").made(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "text", "restarts", "same"),
+    [
+        (["a=1"], "b: 2", "", True),
+        (["a=2"], "b: 2", "", False),
+        (["a=2"], "b: 2", "1", False),
+        (["a=1"], "b: 3", "", False),  # a script has written the next of several
+        (["a=1"], "b: 3", "1", True),  # somebody has edited it meanwhile
+    ],
+)
+def test_a_job_knows_its_request_again(
+    tmp_path: Path, overrides: list[str], text: str, restarts: str, same: bool
+) -> None:
+    file = tmp_path / "run.yaml"
+    job().asking(file, ["a=1"], "b: 2").note(tmp_path)
+    later = job(started="2000" if restarts else "1000", restarts=restarts)
+    later = later.asking(file, overrides, text)
+    assert later.made(tmp_path)
+    assert later.asks_for(tmp_path, "run") == same
+    assert later.finds_changed(tmp_path) == (text != "b: 2")
+
+
 def test_outside_of_a_job_there_is_none() -> None:
     assert OwnJob.of({}) is None
 
