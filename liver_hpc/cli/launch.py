@@ -122,14 +122,15 @@ def run_here(config_path: Path, overrides: Sequence[str]) -> tuple[RunDirectory,
     """
     signals = JobSignals()
     signals.listen()
-    with problems_of(config_path):
-        asked = Asked(config_path, read_text(config_path), overrides)
-        if signals.job is not None:
-            run = _open_run(asked, signals.job)
-        else:
-            config = asked.config()
-            run = _new_run(config, _kind_of(config, None), None)
-    return run, signals.coordinate(run)
+    with contextlib.ExitStack() as held:
+        with problems_of(config_path):
+            asked = Asked(config_path, read_text(config_path), overrides)
+            if signals.job is not None:
+                run = _open_run(asked, signals.job, held)
+            else:
+                config = asked.config()
+                run = _new_run(config, _kind_of(config, None), None)
+        return run, signals.coordinate(run)
 
 
 def coordinate_here(run: RunDirectory) -> Outcome | None:
@@ -193,15 +194,20 @@ class Asked:
         raise AssertionError(runs)
 
 
-def _open_run(asked: Asked, job: OwnJob) -> RunDirectory:
-    """The directory of this job's run of this request, made where it is not there yet."""
+def _open_run(asked: Asked, job: OwnJob, held: contextlib.ExitStack) -> RunDirectory:
+    """The directory of this job's run of this request, made where it is not there yet; held: what
+    keeps other processes of the job from it."""
     job = job.asking(asked.path, asked.overrides, asked.text)
     runs, name = asked.place()
+    held.enter_context(job.alone(*job.request, job.run_file))
     made = [run for run in runs_in(runs)[0] if f"-{job.job_id}" in run.path.name]
     made = [run for run in made if job.made(run.path)]
     known = _known_run(made, name, job)
     config = asked.config() if known is None else known.config()
     kind = _kind_of(config, job)
+    if kind == "slurm":
+        held.enter_context(job.alone(str(runs)))
+    _check_silent([run for run in made if run == known or kind == "slurm"], job)
     if known is None:
         return _new_run(config, kind, job)
     changed = f", as it began: {asked.path} was changed" if job.finds_changed(known.path) else ""
@@ -221,6 +227,17 @@ def _known_run(made: Sequence[RunDirectory], name: str, job: OwnJob) -> RunDirec
         return not job.finds_changed(run.path), OwnJob.noted_s(run.path)
 
     return max(mine, key=fits, default=None)
+
+
+def _check_silent(runs: Sequence[RunDirectory], job: OwnJob) -> None:
+    """Raises ConfigError where one of these runs is under way in this start of the job: whoever
+    takes its job's nodes, or its directory, would end it."""
+    for run in runs:
+        if job.made_now(run.path) and answers(run):
+            raise ConfigError(
+                f"run {run} of this job, {job.job_id}, is under way: its coordinator answers; one "
+                "`liver run` at a time has a run, and one run on Slurm its job's nodes"
+            )
 
 
 def _kind_of(config: RunConfig, job: OwnJob | None) -> str:

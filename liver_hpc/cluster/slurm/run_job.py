@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import errno
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -82,6 +85,11 @@ class OwnJob(BaseModel):
             return False
         return self.restarts > noted.restarts or self._is_start_of(noted)
 
+    def made_now(self, run_directory: Path) -> bool:
+        """Whether this start of the job noted itself there."""
+        noted = OwnJob.noted(run_directory)
+        return noted is not None and self._is_start_of(noted)
+
     def asks_for(self, run_directory: Path, name: str) -> bool:
         """Whether this request is the one by which this job made a directory. The run file may have
         been changed since an earlier start; within one start another text is another request. By a
@@ -97,6 +105,25 @@ class OwnJob(BaseModel):
         """Whether something else stands in the run file than when the job looked last."""
         noted = OwnJob.noted(run_directory)
         return noted is not None and noted.run_file not in ("", self.run_file)
+
+    @contextmanager
+    def alone(self, *what: str) -> Iterator[None]:
+        """Of what one process of this machine may do at a time in this start of the job, such as to
+        look for its run, which takes a while. The kernel holds a name for as long as the process
+        lives. Raises ConfigError where another one does it."""
+        start = self.model_dump_json(exclude={"request", "run_file"})
+        name = sha256("\0".join((start, *what)).encode()).hexdigest()
+        with socket.socket(socket.AF_UNIX) as held:
+            try:
+                held.bind(f"\0liver-{os.geteuid()}-{name}")
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                raise ConfigError(
+                    f"another `liver run` of job {self.job_id} is under way: one at a time has a "
+                    "run, and one run on Slurm its job's nodes"
+                ) from None
+            yield
 
     def _is_start_of(self, noted: OwnJob) -> bool:
         """A step of the job may be told another name for it."""

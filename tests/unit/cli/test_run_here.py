@@ -22,7 +22,7 @@ from liver_hpc.errors import ConfigError
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.outcome import Outcome
 from tests.unit.config.runs import MINIMAL, write_minimal
-from tests.unit.standin import sitecustomize_in
+from tests.unit.standin import StandIn, sitecustomize_in
 
 LIMIT_S = 60.0
 SLURM = {"components": [{"name": "main", "nodes": 4}], "end_window_s": 30.0}
@@ -367,3 +367,45 @@ def test_by_its_name_where_an_earlier_release_noted_the_job(
     again()
     assert runs("train.steps=20") == "run-77"
     assert runs("train.steps=30") == "run-77-2"
+
+
+@pytest.mark.parametrize("kind", ["local", "slurm"])
+def test_no_request_takes_a_run_over_that_is_under_way(
+    kind: str, runs: Runs, again: Callable[[], None]
+) -> None:
+    runs(cluster={"kind": kind, "slurm": SLURM})
+    with StandIn(Path("runs/run-77")):
+        with pytest.raises(ConfigError, match=r"run runs/run-77 of this job, 77, is under way"):
+            runs()
+        if kind == "slurm":
+            with pytest.raises(ConfigError, match=r"run runs/run-77 of this job, 77, is under"):
+                runs("train.steps=20")
+        else:
+            assert runs("train.steps=20") == "run-77-2"
+        again()  # what an earlier start has left behind may answer still
+        assert runs() == "run-77"
+
+
+@pytest.mark.parametrize(
+    ("kind", "other", "refused"),
+    [("local", [], True), ("local", ["name=b"], False), ("slurm", ["name=b"], True)],
+)
+def test_of_two_that_start_side_by_side_the_second_is_refused(
+    kind: str, other: list[str], refused: bool, runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of them has a coordinator yet that could answer."""
+    said = list[str]()
+
+    def beside(signals: JobSignals, run: RunDirectory) -> Outcome:
+        monkeypatch.setattr(JobSignals, "coordinate", lambda signals, run: Outcome("", "", 0))
+        try:
+            said.append(runs(*other))
+        except ConfigError as error:
+            said.append(str(error))
+        return Outcome("finished", "", 10)
+
+    monkeypatch.setattr(JobSignals, "coordinate", beside)
+    runs(cluster={"kind": kind, "slurm": SLURM})
+    assert ("another `liver run` of job 77 is under way" in said[0]) == refused
+    assert (said == ["b-77"]) != refused
+    assert runs() == "run-77"

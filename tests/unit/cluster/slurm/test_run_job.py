@@ -103,6 +103,7 @@ def test_a_job_knows_its_request_again(
     assert later.made(tmp_path)
     assert later.asks_for(tmp_path, "run") == same
     assert later.finds_changed(tmp_path) == (text != "b: 2")
+    assert later.made_now(tmp_path) == (not restarts)
 
 
 def test_outside_of_a_job_there_is_none() -> None:
