@@ -120,6 +120,7 @@ def run_here(config_path: Path, overrides: Sequence[str]) -> tuple[RunDirectory,
     and SIGUSR2 say that the job's end is near, SIGTERM and SIGINT stop the run. The run
     directory is printed as soon as there is one. Raises ConfigError before anything is started.
     """
+    _check_task()
     signals = JobSignals()
     signals.listen()
     with contextlib.ExitStack() as held:
@@ -140,6 +141,7 @@ def coordinate_here(run: RunDirectory) -> Outcome | None:
     Raises LiverError where the run is over, its coordinator answers or will come by itself, and
     where this is not the place for one, which could not take the run's agents over.
     """
+    _check_task()
     if (outcome := run.outcome()) is not None:
         raise LiverError(f"run {run} is over: {outcome}; `liver submit --resume` begins it again")
     address = run.coordinator()
@@ -169,6 +171,16 @@ def _check_place(run: RunDirectory, own: OwnJob | None) -> None:
         )
     if address is None and coordinator_lives(run):
         raise LiverError(f"run {run}: what starts its coordinator may live, and starts another one")
+
+
+def _check_task() -> None:
+    """By its number in the step alone: what else Slurm says of a step may be of one from within
+    which the job was submitted."""
+    if (task := os.environ.get("SLURM_PROCID", "")) not in ("", "0"):
+        raise ConfigError(
+            f"this is task {task} of a step (SLURM_PROCID), and a run wants one process; start it "
+            "without srun, or by `srun -n1`"
+        )
 
 
 @dataclass(frozen=True)

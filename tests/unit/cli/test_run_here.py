@@ -409,3 +409,16 @@ def test_of_two_that_start_side_by_side_the_second_is_refused(
     assert ("another `liver run` of job 77 is under way" in said[0]) == refused
     assert (said == ["b-77"]) != refused
     assert runs() == "run-77"
+
+
+def test_one_task_of_a_step_alone_runs_a_run(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert runs() == "run-77"
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    for command in (["run", "--config", "run.yaml"], ["coordinate", "run-77"]):
+        assert cli.main(command) == cli.EXIT_BAD_INPUT
+        said = capsys.readouterr().err
+        assert "this is task 1 of a step (SLURM_PROCID)" in said
+        assert "without srun, or by `srun -n1`" in said
