@@ -14,6 +14,9 @@ one warm process, unless the run file has workers.warm off.
 With --warnings, SIGTERM, SIGUSR1 and SIGUSR2 are passed on to the coordinator; before the
 channel stands, and without the option, they end the agent.
 
+Where no coordinator comes any more, and Slurm has lost the node of the job's batch script, the job
+is queued again (`cluster/slurm/orphaned.py`).
+
 Until then, or with --warnings, it ends with its parent. Later a coordinator's end is not its own:
 another one may come.
 
@@ -45,6 +48,7 @@ import psutil
 from liver_hpc import __version__
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.cluster.launcher import EXIT_UNHEALTHY, agent_log
+from liver_hpc.cluster.slurm.orphaned import begin_again_without_script
 from liver_hpc.cluster.slurm.together import own_agent
 from liver_hpc.config.load import load_run
 from liver_hpc.errors import DeadlineError, LiverError
@@ -577,6 +581,16 @@ def _log_to(run_directory: Path, agent: str) -> None:
     )
 
 
+def _begin_job_again(run_directory: Path) -> None:
+    """Where the coordinator went with the node of the job's batch script. A signal ends it."""
+    for signum in (signal.SIGINT, *WARNINGS):
+        signal.signal(signum, signal.SIG_DFL)
+    try:
+        begin_again_without_script(run_directory)
+    except (LiverError, OSError) as error:
+        log.error("whether the job has lost its batch script cannot be seen to: %s", error)
+
+
 def main() -> NoReturn:
     """Runs the agent and exits with its code."""
     plan = parse_options()
@@ -587,9 +601,13 @@ def main() -> NoReturn:
         sys.exit(EXIT_FAILED)
     try:
         code = Agent(plan).run()
+    except SystemExit as told:
+        code = int(told.code or 0)
     except Exception:
         log.exception("the agent failed")
         code = EXIT_FAILED
+    if code == EXIT_COORDINATOR_GONE:
+        _begin_job_again(plan.first.run_directory)
     sys.exit(code)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.cluster.harness import SlurmCluster
@@ -44,6 +46,38 @@ def test_a_run_goes_on_without_a_node_that_has_vanished(
             known = f"node {node} is gone"
             wait_for(lambda: known in log.read_text(encoding="utf-8"), 90.0, known)
             run.wait_steps(10)
+            run.stop()
+        finally:
+            run_cluster.testbed("start-node", node)
+        wait_for(lambda: not run.jobs.of_runs(), 60.0, "the job to end")
+
+
+@pytest.mark.long
+def test_a_run_whose_batch_script_went_with_its_node_begins_again(
+    run_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm lets the job go on with the node that is left, where nothing trains any more; the agent
+    there has it queued again."""
+    monkeypatch.setenv("LIVER_TEST_STEP_S", "0.2")
+    sections = {
+        "workers": {"initial": 2, "max": 2},
+        "layouts": {2: [{"dp": 2}]},
+        "checkpoint": {"every_steps": 10},
+        "deadlines": {"heartbeat_s": SILENT_S, "coordinator_s": 5.0},
+    }
+    components = [{**MAIN, "nodes": 2}]
+    with slurm_run(run_cluster, "headless", 0, sections, components=components) as run:
+        run.submit()
+        run.wait_workers(2)
+        run.wait_steps(20)
+        spoke, (node, *_) = run.speaker(), run.nodes_of("main")
+        assert spoke.startswith(f"{node}:")
+        run_cluster.testbed("kill-node", node)
+        try:
+            wait_for(lambda: run.speaker() not in ("", spoke), 200.0, "the job to begin again")
+            run.wait_workers(2)
+            assert node not in run.nodes_of("main")
+            assert re.search(r"goes on from step [1-9]\d*, saved at tp1 pp1 dp2", run.log())
             run.stop()
         finally:
             run_cluster.testbed("start-node", node)

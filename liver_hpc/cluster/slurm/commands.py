@@ -215,6 +215,16 @@ class SlurmCommands:
             raise LiverError(f"Slurm lists no job {job}")
         return info.nodes
 
+    def has_lost_its_script(self, job: str) -> bool | None:
+        """Whether a batch job goes on without the node that ran its script, as --no-kill has it;
+        None where it does not run, or has none."""
+        asked = ["scontrol", "--oneliner", "show", "job", job]
+        for line in self._call(asked, _UNKNOWN_JOB).splitlines():
+            row = dict(re.findall(r"(\w+)=(\S*)", line))
+            if row.get("JobId") == job and (row["JobState"], row["BatchFlag"]) == ("RUNNING", "1"):
+                return row["BatchHost"] not in self.hostnames(row["NodeList"])
+        return None
+
     def named(self, name: str) -> dict[str, JobInfo]:
         """The jobs of this user with this name that are not over."""
         return self._squeue(f"--user={os.geteuid()}", f"--name={name}")
