@@ -117,7 +117,7 @@ def run_here(config_path: Path, overrides: Sequence[str]) -> tuple[RunDirectory,
     """Runs to the end of the run, or of this job; the run's directory, and how it ended.
 
     No outcome: the run goes on when the job, which has been queued again, starts again. SIGUSR1
-    and SIGUSR2 say that the job's end is near, SIGTERM and SIGINT stop the run. The run
+    and SIGUSR2 say that the job's end is near, SIGTERM, SIGINT and SIGHUP stop the run. The run
     directory is printed as soon as there is one. Raises ConfigError before anything is started.
     """
     _check_task()
@@ -331,6 +331,8 @@ class JobSignals:
         """To this process's end: after the coordinator's, nothing comes of what is said."""
         for number in (*_END_SIGNALS, *_STOP_SIGNALS):
             signal.signal(number, self._hear)
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not under nohup
+            signal.signal(signal.SIGHUP, self._hear)
 
     def coordinate(self, run: RunDirectory) -> Outcome | None:
         """Runs the run's coordinator, which is told what signals say, also of before.
@@ -361,14 +363,14 @@ class JobSignals:
     def _hear(self, number: int, frame: object) -> None:
         if self._hosted is None:
             self._said.append(number)
-            if number in _STOP_SIGNALS:
+            if number not in _END_SIGNALS:
                 raise KeyboardInterrupt
         elif number in _END_SIGNALS and self.job is not None:
             self._end_near(self._hosted, self.job)
         else:
-            # Whoever cancels a job may want to go on from where it was.
-            in_job = self.job is not None
-            self._hosted.stop(signal.Signals(number).name, checkpoint=in_job)
+            # Whoever cancels a job, or lost the terminal, may want to go on from where it was.
+            saves = self.job is not None or number == signal.SIGHUP
+            self._hosted.stop(signal.Signals(number).name, checkpoint=saves)
 
     def _end_near(self, hosted: HostedCoordinator, job: OwnJob) -> None:
         """Raises _TimeIsUp where nobody is left to wait for."""

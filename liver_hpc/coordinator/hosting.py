@@ -47,7 +47,7 @@ _MOST_SAID_BYTES = 2**16
 _MOST_REASON = 2**12
 """Characters; the outcome's file has all of them."""
 
-_HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+_HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 class HostedCoordinator:
@@ -234,7 +234,8 @@ def _coordinate(
     code = 1
     try:
         for number in _HEARD:
-            signal.signal(number, lambda number, _: os.kill(parent, number))
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda number, _: os.kill(parent, number))
         signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a handler may have started this one
         end_with_parent(parent)
         not_ours.close()

@@ -61,7 +61,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    numbers = (*launch._END_SIGNALS, *launch._STOP_SIGNALS, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     yield log
     for number, handler in before.items():
@@ -382,17 +382,29 @@ def signals_parent(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> N
 
 
 @pytest.mark.usefixtures("asked")
-@pytest.mark.parametrize(("job_id", "saves"), [("77", True), ("", False)])
-def test_a_local_run_that_is_signalled_saves_its_state_in_a_slurm_job_alone(
-    job_id: str, saves: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("number", "job_id", "saves"),
+    [(signal.SIGTERM, "77", True), (signal.SIGTERM, "", False), (signal.SIGHUP, "", True)],
+)
+def test_a_local_run_that_is_signalled_saves_its_state_where_it_may_go_on(
+    number: signal.Signals, job_id: str, saves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever cancels a job, as Slurm does at its time limit, may want to go on."""
-    signals_parent(monkeypatch, signal.SIGTERM)
+    """Who cancels a job, as Slurm does at its time limit, or loses a terminal, may want it."""
+    signals_parent(monkeypatch, number)
     monkeypatch.setenv("SLURM_JOB_ID", job_id)
     signals = JobSignals()
     signals.listen()
     outcome = signals.coordinate(create_run_directory(minimal(cluster={"kind": "local"})))
-    assert outcome == Outcome("stopped", str(StopSignalled("SIGTERM", checkpoint=saves)), 0)
+    assert outcome == Outcome("stopped", str(StopSignalled(number.name, checkpoint=saves)), 0)
+
+
+def test_under_nohup_a_lost_terminal_is_nothing_to_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        JobSignals().listen()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from liver_hpc.cli import launch
 from liver_hpc.cli import main as cli
 from liver_hpc.cli.launch import JobSignals, run_here
 from liver_hpc.clock import Deadline, SystemClock, poll_until
@@ -54,7 +55,7 @@ def in_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_JOB_NAME", "liver")
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    numbers = (*launch._END_SIGNALS, *launch._STOP_SIGNALS, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     yield log
     for number, handler in before.items():
