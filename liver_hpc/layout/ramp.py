@@ -82,12 +82,13 @@ def steps_between(train: TrainSection, step: int, until: int) -> float:
 # ---- the schedule
 
 
-def schedule_steps(train: TrainSection, step: int) -> float:
+def schedule_steps(train: TrainSection, step: int, unscheduled_samples: int = 0) -> float:
     """How far the schedule is once `step` steps are done, in steps of `train.global_batch` samples:
-    like Megatron's, it counts samples. Without a ramp-up it is `step` itself."""
-    if train.rampup is None:
+    like Megatron's, it counts samples, but `unscheduled_samples`. Without these and without a
+    ramp-up it is `step` itself."""
+    if train.rampup is None and not unscheduled_samples:
         return step
-    return samples_before(train, step) / train.global_batch
+    return (samples_before(train, step) - unscheduled_samples) / train.global_batch
 
 
 def decay_steps(schedule: ScheduleSection, train: TrainSection) -> float:

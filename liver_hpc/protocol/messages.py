@@ -51,10 +51,15 @@ class WireRankMap(_Frozen):
 
 
 class ScalarState(_Frozen):
-    """Everything of the logical state that is not a tensor; equal on all workers at a boundary."""
+    """Everything of the logical state that is not a tensor; equal on all workers at a boundary.
+
+    unscheduled_samples: those consumed that the schedule has not counted, of updates that the job
+    which the run goes on with had skipped.
+    """
 
     step: int
     consumed_samples: int
+    unscheduled_samples: int = 0
     optimizer_step: int
     loss_scale: float
     seed: int

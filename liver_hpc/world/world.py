@@ -106,6 +106,7 @@ class World:
         self.worker = worker
         self.taken: frozenset[int] = frozenset()
         self._uncounted = 0  # steps that Adam has not counted, where nothing is trained here
+        self._unscheduled = 0  # samples that the schedule has not counted
         gathers = recipe.config.train.overlap_param_gather
         self.forward_times = new_timer(device.torch_device, skips_first=gathers)
         self._allocating = nullcontext if kept is None else partial(untouched, kept)
@@ -376,7 +377,8 @@ class World:
     @_in_its_groups
     def update(self, step: int) -> tuple[float, float]:
         """The optimizer's step `step`; returns (gradient norm, learning rate). Collective."""
-        self._scheduler.num_steps = schedule_steps(self.recipe.config.train, step)
+        train = self.recipe.config.train
+        self._scheduler.num_steps = schedule_steps(train, step, self._unscheduled)
         self._scheduler.step(0)
         _, grad_norm, _ = self.optimizer.step()
         # Where nothing is trained, no parameter group has it.
@@ -463,6 +465,7 @@ class World:
         return ScalarState(
             step=step,
             consumed_samples=samples_before(self.recipe.config.train, step),
+            unscheduled_samples=self._unscheduled,
             optimizer_step=counts.pop() if counts else step - self._uncounted,
             loss_scale=float(self.optimizer.get_loss_scale().item()),
             seed=self.recipe.config.train.seed,
@@ -471,6 +474,7 @@ class World:
     def load_scalar_state(self, scalars: ScalarState) -> None:
         """Takes over the state that is in no tensor."""
         self._uncounted = scalars.step - scalars.optimizer_step
+        self._unscheduled = scalars.unscheduled_samples
         for held in optimizer.step_counters(self.optimizers):
             if isinstance(held["step"], torch.Tensor):
                 held["step"].fill_(float(scalars.optimizer_step))

@@ -100,9 +100,18 @@ class MegatronJob:
         self._rank = rank
         _keep_steps_apart()
 
-    def save(self, case: Case, path: str, step: int, samples: int, weights: bool = False) -> Any:
+    def save(
+        self,
+        case: Case,
+        path: str,
+        step: int,
+        samples: int,
+        weights: bool = False,
+        skipped: int = 0,
+    ) -> Any:
         """Saves a state as a script's job would after so many steps, of so many samples in all;
-        only with the ranks that the layout has. weights: them alone, as with --no-save-optim."""
+        only with the ranks that the layout has. weights: them alone, as with --no-save-optim.
+        skipped: samples that its schedule has not counted."""
         from megatron.core import dist_checkpointing
         from megatron.core.dist_checkpointing.serialization import (
             get_default_save_sharded_strategy,
@@ -130,6 +139,8 @@ class MegatronJob:
             state |= {"args": args, "checkpoint_version": 3.0, "iteration": step}
             if weights:
                 del state["optimizer"]
+            elif skipped:
+                state["opt_param_scheduler"] = {"num_steps": samples - skipped}
             if self._rank == 0:
                 Path(path).mkdir(parents=True)
             dist_checkpointing.save(

@@ -5,16 +5,32 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from liver_hpc.checkpoint.index import INDEX_FILE
 from liver_hpc.checkpoint.newest import newest_checkpoint
-from liver_hpc.config.megatron_checkpoint import TRACKER_FILE, tracked_step
+from liver_hpc.config.megatron_checkpoint import COMMON_FILE, TRACKER_FILE, tracked_step
 from liver_hpc.report.store import read_run
 from liver_hpc.run.directory import RunDirectory
-from tests.integration.runs import ENDLESS, finish, start, worst_difference
-from tests.integration.test_checkpoint import FAULTY, by_step, go_on, short_run
+from tests.integration.runs import (
+    ENDLESS,
+    SCHEDULE,
+    finish,
+    run_config,
+    start,
+    watch,
+    worst_difference,
+)
+from tests.integration.test_checkpoint import (
+    FAULTY,
+    by_step,
+    go_on,
+    short_run,
+    stop_with_checkpoint,
+)
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -99,6 +115,57 @@ def test_another_run_begins_with_what_is_saved(copied: RunDirectory, tmp_path: P
     assert [record.step for record in continued.steps] == [*range(step, STEPS)]
     mine = [(record.loss, record.grad_norm) for record in continued.steps]
     assert mine == by_step(read_run(copied.path))[step:]
+
+
+def test_a_schedule_that_is_behind_stays_so_across_a_handoff(
+    copied: RunDirectory, tmp_path: Path, device: Any
+) -> None:
+    """As that of a job of Megatron's that skipped updates, which it would load itself."""
+    import torch
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    path, skipped = copied.path / f"checkpoints/iter_{STEPS:07d}", 3 * 4
+    common = torch.load(path / COMMON_FILE, weights_only=False)
+    schedule = common["opt_param_scheduler"]
+    schedule["num_steps"] -= skipped
+    torch.save(common, path / COMMON_FILE)
+    (path / INDEX_FILE).unlink()
+
+    config = run_config(
+        tmp_path / "other",
+        ENDLESS,
+        notices=[{"at_step": STEPS + 2, "layout": {"tp": 2}}],
+        checkpoint={"load": path.parent},
+    )
+    run = start(config)
+    watch(run, lambda status: status.handoffs_done == 1, 60.0)
+    moved = read_run(run.path).reconfigurations[0].step
+    watch(run, lambda status: status.step >= moved + 2, 60.0)
+    stopped = stop_with_checkpoint(run)
+
+    of_job = SimpleNamespace(param_groups=[{}])
+    job = OptimizerParamScheduler(
+        of_job,
+        init_lr=0.0,
+        max_lr=config.optimizer.lr,
+        min_lr=config.optimizer.min_lr,
+        lr_warmup_steps=4 * SCHEDULE["warmup_steps"],
+        lr_decay_steps=4 * SCHEDULE["decay_steps"],
+        lr_decay_style=config.schedule.style,
+        start_wd=0.01,
+        end_wd=0.01,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+    job.step(schedule["num_steps"])
+    for record in read_run(run.path).steps:
+        assert record.learning_rate == pytest.approx(of_job.param_groups[0]["lr"], rel=1e-12)
+        job.step(4)
+    newest = newest_checkpoint(run.path / "checkpoints")
+    assert newest is not None
+    written = torch.load(newest.path / COMMON_FILE, weights_only=False)
+    assert written["opt_param_scheduler"]["num_steps"] == 4 * stopped.step - skipped
+    assert newest.index.scalars.unscheduled_samples == skipped
 
 
 def test_another_run_begins_with_the_weights_alone(copied: RunDirectory, tmp_path: Path) -> None:

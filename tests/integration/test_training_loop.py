@@ -148,7 +148,8 @@ def went_back(process: WorkerProcess, step: int, adams: int) -> tuple[Any, Any]:
     trainer = trainer_of(process, tiny_recipe(), [])
     source = trainer._world
     trainer.step = step
-    source.load_scalar_state(source.scalar_state(step).model_copy(update={"optimizer_step": adams}))
+    counted = {"optimizer_step": adams, "unscheduled_samples": 8}
+    source.load_scalar_state(source.scalar_state(step).model_copy(update=counted))
     before = source.scalar_state(step)
     session = mock.Mock(source=source.rank_map, generation=1, shared_groups=True)
     session.limits = trainer._context.config.limits
@@ -159,7 +160,8 @@ def went_back(process: WorkerProcess, step: int, adams: int) -> tuple[Any, Any]:
 
 
 def test_a_world_built_again_counts_as_the_one_before(tmp_path: Path) -> None:
-    """Adam has stepped less often than the run where another job's checkpoint says so."""
+    """Adam and the schedule have counted less than the run where another job's checkpoint says
+    so."""
     ((before, after),) = run_workers(went_back, 1, tmp_path, 20, 7)
-    assert before.optimizer_step == 7
+    assert (before.optimizer_step, before.unscheduled_samples) == (7, 8)
     assert after == before

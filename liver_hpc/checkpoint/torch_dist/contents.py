@@ -75,6 +75,12 @@ class Contents(Held):
         (`by_buckets`). Raises CheckpointError for one that no run can have."""
         return _layout(self.path, self.args)
 
+    @property
+    def unscheduled_samples(self) -> int:
+        """Samples by which the schedule is behind: of updates that the job skipped, as with
+        --iterations-to-skip, or as their gradients were not finite."""
+        return self.consumed_samples - int(self.schedule.get("num_steps", self.consumed_samples))
+
     def scalars(self, like: ScalarState, train: TrainSection) -> ScalarState:
         """The state that is in no tensor. like: that of the run's world; train: the run's.
 
@@ -85,6 +91,7 @@ class Contents(Held):
             update={
                 "step": self.step,
                 "consumed_samples": self.consumed_samples,
+                "unscheduled_samples": self.unscheduled_samples,
                 "optimizer_step": self.optimizer_step,
             }
         )
@@ -255,12 +262,13 @@ def _least_args(layout: Layout) -> dict[str, Any]:
 
 
 def _counters(scalars: ScalarState) -> dict[str, Any]:
-    """Arguments that a job counts in. Random states are not saved: here dropout depends on the
-    sample, and no rank has a stream of its own; so a script begins its streams by its seed."""
+    """Arguments that a job counts in. Samples of skipped updates it only tells in its log. Random
+    states are not saved: here dropout depends on the sample, and no rank has a stream of its own;
+    so a script begins its streams by its seed."""
     return {
         "iteration": scalars.step,
         "consumed_train_samples": scalars.consumed_samples,
-        "skipped_train_samples": 0,
+        "skipped_train_samples": scalars.unscheduled_samples,
         "no_save_optim": None,
         "no_save_rng": True,
     }
@@ -276,7 +284,7 @@ def _schedule(config: RunConfig, scalars: ScalarState) -> dict[str, Any]:
         "lr_warmup_steps": schedule.warmup_steps * batch,
         "lr_decay_steps": whole if schedule.decay_steps is None else schedule.decay_steps * batch,
         "lr_decay_style": schedule.style,
-        "num_steps": scalars.consumed_samples,
+        "num_steps": scalars.consumed_samples - scalars.unscheduled_samples,
         "start_wd": options.weight_decay,
         "end_wd": options.weight_decay,
         "wd_incr_style": "constant",

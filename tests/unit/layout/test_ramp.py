@@ -106,7 +106,7 @@ def test_without_a_ramp_up_the_batch_is_the_same_at_every_step() -> None:
     assert stretches(train) == ((0, 0, 8),)
     assert [samples_before(train, step) for step in (0, 1, 7)] == [0, 8, 56]
     assert (batch_of(train, 10**9), step_of(train, 55)) == (8, 6)
-    assert schedule_steps(train, 7) == 7
+    assert (schedule_steps(train, 7), schedule_steps(train, 7, 16)) == (7, 5)
     assert decay_steps(ScheduleSection(), train) == 10
 
 
@@ -122,6 +122,7 @@ def test_the_schedule_counts_samples() -> None:
     train = ramped(4, 2, 8, 24, steps=10)  # 4 4 4, 6 6, 8 ...
     assert [batch_of(train, step) for step in range(7)] == [4, 4, 4, 6, 6, 8, 8]
     assert [schedule_steps(train, step) for step in (1, 3, 5, 6)] == [0.5, 1.5, 3.0, 4.0]
+    assert [schedule_steps(train, step, 4) for step in (1, 3, 5, 6)] == [0.0, 1.0, 2.5, 3.5]
     assert decay_steps(ScheduleSection(), train) == 8.0
     assert decay_steps(ScheduleSection(decay_steps=5), train) == 5
 

@@ -38,6 +38,14 @@ def test_what_the_recipe_says_is_completed() -> None:
     assert schedule["lr_decay_steps"] == 60 * 8
 
 
+def test_a_schedule_that_is_behind_is_written_so() -> None:
+    scalars = scalar_state(5).model_copy(update={"unscheduled_samples": 16})
+    state = common_state(tiny_run(), Layout(1, 1, 2), scalars, [GROUP], {})
+    assert state["opt_param_scheduler"]["num_steps"] == 24
+    args = state["args"]
+    assert (args.consumed_train_samples, args.skipped_train_samples) == (40, 16)
+
+
 def read(monkeypatch: pytest.MonkeyPatch, sharding: str) -> contents.Contents:
     """A checkpoint of a job that shards its experts otherwise than the rest."""
     sizes = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "num_experts": 4}

@@ -23,6 +23,7 @@ MODEL = ModelSpec((TensorSpec("words", (ROWS, COLS), tp_dim=0),), {"pp1": (((0,)
 PIECES = {
     "words": (Sharded(((0, ROWS), (0, COLS)), "w", (ROWS, COLS), ((0, ROWS), (0, COLS)), True),)
 }
+LIKE = ScalarState(step=0, consumed_samples=0, optimizer_step=0, loss_scale=1.0, seed=1)
 HERE, AT = Layout(1, 1, 1), Coordinate(0, 0, 0)
 
 
@@ -128,7 +129,16 @@ def test_the_samples_of_a_ramp_up_are_counted() -> None:
     ramp = RampupSection(start=4, increment=4, samples=24)
     train = TrainSection(steps=10, global_batch=16, rampup=ramp)
     contents(12, samples=44).check_samples(train)
-    like = ScalarState(step=0, consumed_samples=0, optimizer_step=0, loss_scale=1.0, seed=1)
-    assert contents(12, samples=44).scalars(like, train).consumed_samples == 44
+    assert contents(12, samples=44).scalars(LIKE, train).consumed_samples == 44
     with pytest.raises(CheckpointError, match=r"train.rampup to 16 takes 44 samples; .* 48"):
         contents(12, samples=48).check_samples(train)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "behind"), [({}, 0), ({"num_steps": 40}, 0), ({"num_steps": 24}, 16)]
+)
+def test_a_schedule_that_is_behind_stays_so(schedule: dict[str, int], behind: int) -> None:
+    """Of a job that skipped updates: its iterations and consumed samples went on."""
+    saved = replace(contents(12), schedule=schedule)
+    scalars = saved.scalars(LIKE, TrainSection(steps=10, global_batch=8))
+    assert (scalars.consumed_samples, scalars.unscheduled_samples) == (40, behind)
