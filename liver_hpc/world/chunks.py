@@ -45,7 +45,7 @@ def wrapped(
         module.to(device)
         megatron.complete_for_schedules(module)
         megatron.begin_gradients_at_layers(module)
-        dropout.seed_at_layers(module, train.seed, at.tp)
+        dropout.seed_at_layers(module, train.seed, at.tp, layout.sequence_parallel)
         experts.prepare(module)
         modules.append(megatron.in_low_precision(module))
     frame = derivation_of(recipe, worker).frame

@@ -1,9 +1,10 @@
 """Dropout that is the same in every layout: its masks follow the sample, not the worker.
 
 At each layer's entry the random streams are seeded by (run seed, first sample of the micro-batch,
-global layer number). A context-parallel rank draws the masks of whole samples, and takes its part.
-Streams inside tensor-parallel regions (attention heads, shares of a sequence) depend on the tp rank
-besides: there the masks of one layout are not those of another.
+global layer number). Who has a share of the sequence, by context or sequence parallelism, draws the
+masks of whole samples, and takes its part. Streams inside tensor-parallel regions (attention heads)
+depend on the tp rank besides: there the masks of one layout are not those of another. Attention of
+Transformer Engine draws in its kernels: with another cp other masks.
 """
 
 from __future__ import annotations
@@ -122,29 +123,36 @@ class _Nothing(_Dropping):
 
 
 class _PartOfMasks(_Dropping):
-    """Dropout of a context-parallel rank's hidden states, [sequence / cp, micro batch, hidden].
+    """Dropout of a rank's hidden states, [sequence / cp, micro batch, hidden]; with sequence
+    parallelism [sequence / cp / tp, ...], where it takes from the stream that all tp ranks share.
 
     What has other dimensions is left as it is: who drops attention's probabilities knows which of
     them is the sequence.
     """
 
-    def __init__(self, cp: int, rank: int) -> None:
+    def __init__(self, layout: Layout, at: Coordinate) -> None:
         super().__init__()
-        self._cp, self._rank = cp, rank
+        self._cp, self._rank = layout.cp, layout.cp_rank(at)
+        self._shares, self._share = (layout.tp, at.tp) if layout.sequence_parallel else (1, 0)
 
     def drop(self, function: Any, states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if states.dim() != 3:
             dropped: torch.Tensor = function(states, *args, **kwargs)
             return dropped
         share, *others = states.shape
-        kept = function(states.new_ones((share * self._cp, *others)), *args, **kwargs)
+        whole = states.new_ones((share * self._shares * self._cp, *others))
+        with megatron.stream_of_all_ranks() if self._shares > 1 else contextlib.nullcontext():
+            kept = function(whole, *args, **kwargs)
         part: torch.Tensor = states * kept.index_select(0, self._rows(share, states.device))
         return part
 
     def _rows(self, share: int, device: Any) -> torch.Tensor:
-        if share % 2:  # of a share of the sequence once more, with sequence parallelism
-            return torch.arange(self._rank * share, (self._rank + 1) * share, device=device)
-        return positions(share * self._cp, self._cp, self._rank, device)
+        of_rank = share * self._shares
+        if of_rank % 2:  # no share of a sequence
+            rows = torch.arange(self._rank * of_rank, (self._rank + 1) * of_rank, device=device)
+        else:
+            rows = positions(of_rank * self._cp, self._cp, self._rank, device)
+        return rows[self._share * share : (self._share + 1) * share]
 
 
 def masks_of_samples(
@@ -152,12 +160,13 @@ def masks_of_samples(
 ) -> contextlib.AbstractContextManager[Any]:
     """While a coordinate computes: on its thread, the masks of its share of a sample are those that
     the share has in the whole sample."""
-    if layout.cp == 1 or not any(map(_drops, chunks)):
+    shared = layout.cp > 1 or layout.sequence_parallel
+    if not shared or not any(map(_drops, chunks)):
         return contextlib.nullcontext()
-    return _PartOfMasks(layout.cp, layout.cp_rank(at))
+    return _PartOfMasks(layout, at)
 
 
-def seed_at_layers(module: Any, seed: int, tp_rank: int) -> None:
+def seed_at_layers(module: Any, seed: int, tp_rank: int, sequence_parallel: bool) -> None:
     """Makes a chunk seed the random streams as it enters a forward, and each of its layers too,
     where anything in it drops.
 
@@ -167,21 +176,21 @@ def seed_at_layers(module: Any, seed: int, tp_rank: int) -> None:
     if not _drops(module):
         return
     for layer, entered in [(0, module), *_layers(module)]:
-        entered.register_forward_pre_hook(_Seeder(seed, layer, tp_rank))
+        entered.register_forward_pre_hook(_Seeder(seed, layer, tp_rank, sequence_parallel))
 
 
 class _Seeder:
     """Seeds by the micro-batch that this thread computes."""
 
-    def __init__(self, seed: int, layer: int, tp_rank: int) -> None:
-        self._seed, self._layer, self._tp_rank = seed, layer, tp_rank
+    def __init__(self, seed: int, layer: int, *where: Any) -> None:
+        self._seed, self._layer, self._where = seed, layer, where
 
     def __call__(self, module: Any, _inputs: Any) -> None:
         micro_batch = thread.here.micro_batch
         if module.training and micro_batch is not None:
             seed = self._seed + _SAMPLES * (micro_batch.first_sample + 1)
             number = (seed * _LAYERS + self._layer) * _APART
-            megatron.seed_dropout(number % 2**31, self._tp_rank)
+            megatron.seed_dropout(number % 2**31, *self._where)
 
 
 def _drops(module: Any) -> bool:

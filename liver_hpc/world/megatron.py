@@ -187,11 +187,36 @@ def transformer_engine_is_here() -> bool:
     return bool(getattr(megatron_random, "HAVE_TE", False))
 
 
-def seed_dropout(seed: int, tp_rank: int) -> None:
-    """Seeds the device's generator and megatron's tensor-parallel stream, except in a rehearsal."""
-    if not thread.here.rehearsing:
-        ranks = dict.fromkeys(_SEEDING_RANKS, 0) | {"tp_rank": tp_rank}
-        megatron_random.model_parallel_cuda_manual_seed(seed, **ranks)
+def seed_dropout(seed: int, tp_rank: int, sequence_parallel: bool = False) -> None:
+    """Seeds the device's generator and megatron's tensor-parallel stream, except in a rehearsal.
+
+    sequence_parallel: megatron is in a `fork` of that stream around all layers, so it stays there.
+    """
+    if thread.here.rehearsing:
+        return
+    ranks = dict.fromkeys(_SEEDING_RANKS, 0) | {"tp_rank": tp_rank}
+    tracker = _tracker()
+    forked = tracker._current_state_name
+    megatron_random.model_parallel_cuda_manual_seed(seed, **ranks)
+    if sequence_parallel:
+        name = megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME
+        megatron_random._set_cuda_rng_state(tracker.states_[name])
+        tracker._current_state_name = forked
+
+
+def stream_of_all_ranks() -> contextlib.AbstractContextManager[None]:
+    """Within it the device's generator is the stream that all tensor-parallel ranks share."""
+    tracker: Any = megatron_random.get_cuda_rng_tracker()
+    forked: contextlib.AbstractContextManager[None] = tracker.fork(
+        megatron_random._DATA_PARALLEL_RNG_TRACKER_NAME
+    )
+    return forked
+
+
+def _tracker() -> Any:
+    """Megatron's own, of which `_keep_rehearsals_from_forking` has another one answer."""
+    tracker = megatron_random.get_cuda_rng_tracker()
+    return tracker._plain if isinstance(tracker, Instead) else tracker
 
 
 @contextlib.contextmanager

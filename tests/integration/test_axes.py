@@ -57,6 +57,16 @@ def test_dropout_masks_follow_the_sample_but_within_tensor_parallel_regions(
 
 
 @pytest.mark.timeout(200)
+def test_dropout_masks_are_the_same_with_sequence_parallelism(tmp_path: Path) -> None:
+    """And where the share of a sequence that a rank has is another one, or is computed again."""
+    cases = [Case(layout, DROPPING) for layout in ("tp2", "tp2 sp", "tp2 cp2 sp", "tp2 pp2 sp")]
+    cases.append(Case("tp2 sp", {**DROPPING, "recompute": "full"}))
+    whole, *others = run_workers(train_cases, 4, tmp_path, cases)[0]
+    found = [apart(other, whole) for other in others]
+    assert all(value < 1e-5 for value in found), found
+
+
+@pytest.mark.timeout(200)
 def test_two_stages_take_each_message_for_what_it_is(tmp_path: Path) -> None:
     """The one before is the one behind, too; whatever the numbers of chunks and micro-batches."""
     model = {"layers": 8, "hidden": 32, "ffn_hidden": 48}

@@ -574,6 +574,7 @@ def test_a_model_that_fills_its_weights_is_built_beside_training_without_a_trace
         (RandomTokenGPT, "tp2"),
         pytest.param(TorchCheckpoints, "pp2 vpp2", marks=pytest.mark.long),
         pytest.param(RandomTokenGPT, "cp2", marks=pytest.mark.long),
+        pytest.param(RandomTokenGPT, "tp2 sp", marks=pytest.mark.long),
     ],
 )
 def test_a_rehearsal_with_dropout_and_recomputation_leaves_no_trace_in_training(
