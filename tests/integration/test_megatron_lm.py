@@ -139,9 +139,11 @@ def test_handoffs_change_neither_losses_nor_validation(
     compared = elastic.reconfigurations[-1].step + BEHIND
     quiet = fixed(config(words, layouts), compared)
     found = losses(elastic)[:compared]
-    told = [(each.name, each.step, each.value) for each in elastic.metrics]
-    wanted = [("lm loss", each.step, pytest.approx(each.loss)) for each in elastic.steps]
-    assert told == wanted  # what the script reports
+    told = {(each.name, each.step): each.value for each in elastic.metrics}
+    names = ["lm loss", "load_balancing_loss"][: 2 if EXPERTS in words else 1]
+    assert {*told} == {(name, each.step) for each in elastic.steps for name in names}
+    for each in elastic.steps:  # what the script reports
+        assert told["lm loss", each.step] == pytest.approx(each.loss)
     assert worst_difference(found[:60], losses(quiet)) <= 1e-5
     assert worst_difference(found, losses(quiet)) <= 1e-3
     validated = {each.step: each.loss for each in elastic.evaluations}
