@@ -8,8 +8,10 @@ stay so until a deadline.
 The rules are CUDA's and NCCL's: work in a lane runs in order; a collective has its communicator's
 lane, begins after what the caller's lane holds, and ends when all members' have begun; `wait` on it
 holds up the caller's lane, not its host; a communicator comes to be when all members use it, and
-when it is aborted its work ends undone. With `queues=1`, as with CUDA_DEVICE_MAX_CONNECTIONS=1,
-work of any lane of a device begins only after all that was launched before it has begun.
+when it is aborted its work ends undone; messages that a thread starts together are a group, and
+what it launches while one is open counts as done and never runs. With `queues=1`, as with
+CUDA_DEVICE_MAX_CONNECTIONS=1, work of any lane of a device begins only after all that was launched
+before it has begun.
 """
 
 from __future__ import annotations
@@ -351,17 +353,26 @@ class LateBackend:
         )
 
     def send(self, memory: list[torch.Tensor], peer: int, _tag: int) -> None:
-        assert self._coalesced is not None, "messages of two workers may pass each other"
-        self._coalesced.append((True, peer, memory[0]))
+        self._coalesce(True, peer, memory[0])
 
     def recv(self, memory: list[torch.Tensor], peer: int, _tag: int) -> None:
+        self._coalesce(False, peer, memory[0])
+
+    def _coalesce(self, is_send: bool, peer: int, memory: torch.Tensor) -> None:
         assert self._coalesced is not None, "messages of two workers may pass each other"
-        self._coalesced.append((False, peer, memory[0]))
+        self._check_aborted()
+        self._coalesced.append((is_send, peer, memory))
 
     def _start_coalescing(self) -> None:
         self._coalesced = []
+        self._device.here.open_groups = self._open_groups + 1
+
+    @property
+    def _open_groups(self) -> int:
+        return getattr(self._device.here, "open_groups", 0)
 
     def _end_coalescing(self) -> _Handle:
+        self._device.here.open_groups = self._open_groups - 1
         messages, self._coalesced = self._coalesced or [], None
         shared, me = self._shared, self._rank
         self.pairs |= {peer for _, peer, _ in messages}
@@ -396,8 +407,9 @@ class LateBackend:
         ends: Callable[[], bool],
     ) -> _Handle:
         self.join()
-        if self.aborted:
-            raise RuntimeError(f"{self.name}: NCCL communicator was aborted")
+        self._check_aborted()
+        if self._open_groups:
+            return _Handle(self._device, Work(what, (), begun=True, done=True))
         own = self._device.own_lane().last
         together = self._shared.works
         work = self._device.launch(
@@ -406,6 +418,10 @@ class LateBackend:
         self.works.append(work)
         together.append(work)
         return _Handle(self._device, work)
+
+    def _check_aborted(self) -> None:
+        if self.aborted:
+            raise RuntimeError(f"{self.name}: NCCL communicator was aborted")
 
     def join(self) -> None:
         """Stands still on the host until all members have come."""

@@ -248,8 +248,14 @@ class NcclWire(GlooWire):
     def _start_all(self, group: Any, parcels: Sequence[Parcel]) -> Sequence[Pending]:
         try:
             group._start_coalescing()
-            for parcel in parcels:
-                self._start(group, parcel)
+            try:
+                for parcel in parcels:
+                    self._start(group, parcel)
+            except BaseException:
+                # What this thread launches in a group of NCCL's that is not ended never runs.
+                with contextlib.suppress(RuntimeError):
+                    group._end_coalescing()
+                raise
             work = group._end_coalescing()
         except RuntimeError as error:
             raise _translated(error, parcels) from error

@@ -49,6 +49,7 @@ def install_sentinel(worker: int) -> None:
     default group raises instead of hanging.
     """
     _answer_for_stand_ins()
+    _end_failed_batches()
     group = dist.ProcessGroup(lone_store(), worker, SENTINEL_SIZE)
     group._set_group_name("sentinel")
     _enter(group, "sentinel", {worker: worker}, "gloo")
@@ -87,6 +88,27 @@ def _answer_for_stand_ins() -> None:
     dist.broadcast = broadcast
     dist.all_to_all_single = with_stand_ins(dist.all_to_all_single, lambda output: [output])
     dist.all_gather = with_stand_ins(dist.all_gather, list)
+
+
+@cache
+def _end_failed_batches() -> None:
+    """Makes a batch of messages, as Megatron's between stages, end NCCL's group where one of them
+    raises, as all do after an abort: torch leaves it open, and what the thread launches later, in
+    whatever communicator, never runs."""
+    plain = dist.batch_isend_irecv
+
+    @functools.wraps(plain)
+    def batch_isend_irecv(messages: Any) -> Any:
+        try:
+            return plain(messages)
+        except BaseException:
+            first = messages[0]
+            if c10d._world.pg_coalesce_state.pop(first.group, None) is not None:  # it was begun
+                with contextlib.suppress(RuntimeError):
+                    first.group._end_coalescing(first.tensor.device)
+            raise
+
+    dist.batch_isend_irecv = batch_isend_irecv
 
 
 def _is_stand_in(group: Any, device: Any) -> bool:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.errors import DeadlineError
+from liver_hpc.errors import DeadlineError, TransferError
 from liver_hpc.handoff import prepare
 from liver_hpc.handoff.beside import Beside
 from liver_hpc.handoff.crossing import Crossing
@@ -23,7 +23,7 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.transport import wire
 from liver_hpc.worker.trainer import Trainer
 from liver_hpc.world.device import Device, Network, Room
-from tests.late_device import LateDevice, LateNetwork, Machines
+from tests.late_device import LateBackend, LateDevice, LateNetwork, Machines
 from tests.late_worlds import ANSWER_S, LateRun, LateWorld, late_worlds
 
 TP = RankMap(Layout(2, 1, 1), (0, 1))
@@ -371,6 +371,23 @@ def test_memory_is_freed_once_the_device_has_let_it_go(
     else:
         with pytest.raises(AssertionError, match="freed memory"):
             run.check(TP.workers)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_thread_whose_messages_were_aborted_reduces_afterwards(
+    ends: bool, machines: Machines, without: Any
+) -> None:
+    if not ends:
+        without(wire.NcclWire, "_start_all", "with contextlib.suppress(RuntimeError):", "if False:")
+    device = LateDevice(machines, 0)
+    aborted, training = (LateBackend(device, name, 0, 1) for name in ("transfer", "training"))
+    crossing = wire.NcclWire(aborted, {1: 1}, device.torch_device, device.new_lane())
+    aborted.abort()
+    with pytest.raises(TransferError, match="was aborted"):
+        crossing.launch([wire.Parcel(1, 0, torch.zeros(16, dtype=torch.uint8), True)])
+    training.allreduce([torch.ones(1)]).wait()
+    launched = any("all-reduce" in each for each in machines.unfinished())
+    assert launched == ends, "it is the device's to do, or counts as done"
 
 
 # ---- room, and what stays

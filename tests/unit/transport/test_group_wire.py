@@ -106,6 +106,35 @@ def test_a_silent_peer_is_told_as_a_passed_deadline(
         pending.wait(Deadline.after(clock, limit_s, "the bytes"))
 
 
+class _Coalescing:
+    """NCCL's group, in which the second message cannot be started."""
+
+    def __init__(self) -> None:
+        self.open_groups = self.started = 0
+
+    def _start_coalescing(self) -> None:
+        self.open_groups += 1
+
+    def _end_coalescing(self) -> None:
+        self.open_groups -= 1
+        raise RuntimeError("NCCL communicator was aborted: the group has ended")
+
+    def send(self, _memory: list[torch.Tensor], _rank: int, _tag: int) -> None:
+        self.started += 1
+        if self.started == 2:
+            raise RuntimeError("NCCL communicator was aborted")
+
+
+def test_messages_that_cannot_be_started_leave_no_group_of_nccls_open() -> None:
+    """Else nothing runs that the thread gives NCCL later."""
+    group = _Coalescing()
+    wire = NcclWire(group, {1: 1}, torch.device("cpu"), InlineLane())
+    parcels = [Parcel(1, tag, torch.zeros(16, dtype=torch.uint8), True) for tag in (0, 1)]
+    with pytest.raises(TransferError, match=r"message 1 .* 1: NCCL communicator was aborted"):
+        wire.launch(parcels)
+    assert group.open_groups == 0
+
+
 class _Slow:
     """A group that takes a while to end."""
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as native
 from torch.distributed import distributed_c10d as c10d
 
 from liver_hpc.host.interfaces import address_towards
@@ -204,6 +205,53 @@ def test_the_sentinel_gives_a_rank_and_refuses_collectives() -> None:
 
 def test_own_address_towards_this_machine_is_loopback() -> None:
     assert address_towards("127.0.0.1") == "127.0.0.1"
+
+
+@pytest.mark.parametrize("fails_at", [0, 1])
+def test_a_batch_of_messages_that_fails_leaves_no_group_of_nccls_open(
+    fails_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor has torch collect what is reduced in that group later."""
+    install_sentinel(0)
+    group = Group(f"test/batch/{fails_at}", (0, 1), 0, CPU)
+    open_groups: list[torch.device] = []
+
+    def start(_group: Any, device: torch.device) -> None:
+        open_groups.append(device)
+
+    def end(_group: Any, device: torch.device) -> None:
+        open_groups.remove(device)
+
+    def send(*_args: Any, **_options: Any) -> None:
+        raise dist.DistBackendError("NCCL communicator was aborted")
+
+    monkeypatch.setattr(native.FakeProcessGroup, "supports_coalescing", True)
+    monkeypatch.setattr(dist.ProcessGroup, "_start_coalescing", start)
+    monkeypatch.setattr(dist.ProcessGroup, "_end_coalescing", end)
+    messages = [
+        dist.P2POp(op, torch.ones(1), 1, group.process_group) for op in (dist.isend, dist.irecv)
+    ]
+    messages[fails_at].op = send
+    with pytest.raises(RuntimeError, match="was aborted"):
+        dist.batch_isend_irecv(messages)
+    assert not open_groups
+    assert group.process_group not in c10d._world.pg_coalesce_state
+    group.close()
+
+
+def test_a_batch_that_never_began_ends_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_sentinel(0)
+    one, other = (Group(f"test/{name}", (0, 1), 0, CPU) for name in ("one", "other"))
+    ended: list[Any] = []
+    monkeypatch.setattr(dist.ProcessGroup, "_end_coalescing", lambda *_of: ended.append(_of))
+    messages = [
+        dist.P2POp(dist.isend, torch.ones(1), 1, group.process_group) for group in (one, other)
+    ]
+    with pytest.raises(ValueError, match="same group"):
+        dist.batch_isend_irecv(messages)
+    assert not ended
+    for group in (one, other):
+        group.close()
 
 
 # ---- stand-ins
