@@ -28,6 +28,7 @@ from random import Random
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import ErrorType
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from liver_hpc.clock import Deadline
@@ -320,6 +321,8 @@ class LateBackend:
     """One member of a communicator. aborted: its work has ended undone, and there is no more.
     pairs: the ranks that it has exchanged messages with, as NCCL connects each at the first."""
 
+    error: Any = ErrorType.SUCCESS
+
     def __init__(self, device: LateDevice, name: str, rank: int, size: int) -> None:
         self.name = name
         self.aborted = False
@@ -431,6 +434,14 @@ class LateBackend:
             shared.changed.notify_all()
             if not shared.changed.wait_for(lambda: len(shared.joined) == shared.size, INIT_S):
                 raise RuntimeError(f"{self.name}: NCCL timeout")
+
+    def get_error(self) -> Any:
+        return self.error
+
+    def fail(self) -> None:
+        """NCCL has an error, which torch's watchdog sees."""
+        self.error = ErrorType.COMM_ERROR
+        self.abort()
 
     def abort(self) -> None:
         self.aborted = True

@@ -162,9 +162,11 @@ class LateWorld:
         self._gathers = False
 
     def agree(self, gradients: Any, update: Any, flags: Flags) -> StepResult:
+        self.book.check()
         raised = torch.tensor([float(flag) for flag in flags])
         self._reduce(raised)
         self.device.own_lane().wait()
+        self.book.check()
         told = Flags._make(map(int, raised.tolist()))
         return StepResult(0.0, 0.0, 0.0, told.ready, told.stop, checkpoint=told.checkpoint)
 
@@ -254,8 +256,16 @@ class LateRun:
         self, target: RankMap, within_s: float = ANSWER_S, *, bounded: bool = False
     ) -> Ended:
         """One handoff; what came of it. AssertionError where nothing does."""
+        self.request(target, bounded=bounded)
+        return self.end(within_s)
+
+    def request(self, target: RankMap, *, bounded: bool = False) -> None:
+        """Begins a handoff."""
         source = WorldRef(1, self.source)
         self._inbox.put(Requested(2, source, target, "a test", bounded))
+
+    def end(self, within_s: float = ANSWER_S) -> Ended:
+        """What came of it. AssertionError where nothing does."""
         try:
             return self.ended.get(timeout=within_s)
         except queue.Empty:

@@ -37,6 +37,7 @@ class Save:
         self._where = directory
         self._writer: PartWriter | None = None
         self._problem = ""
+        self._check = world.book.check
         partial = partial_path(directory, step, world.generation)
         prefix = f"g{world.generation}/checkpoint/{step}"
         limit_s = context.config.deadlines.collective_s
@@ -65,6 +66,7 @@ class Save:
             return self.failed(self._problem)
         try:
             state, digests = take()
+            self._check()  # the device is there: parameters have been gathered, or it raises
             part = self._writer.write(state)
         except FAILURES as error:
             problem = self._logged(error)

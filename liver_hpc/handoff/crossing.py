@@ -126,7 +126,11 @@ class Crossing:
             spec=context.recipe.spec.digest,
         )
         try:
-            return vote.model_copy(update=self._work(scalars, gradients))
+            told = self._work(scalars, gradients)
+            for world in (self._source, self._target.world):
+                if world is not None:
+                    world.book.check()  # of which the device has done all that was moved
+            return vote.model_copy(update=told)
         except (HandoffAborted, WorldHalted):
             raise
         except FAILURES as error:

@@ -34,8 +34,8 @@ from liver_hpc.world.host_memory import pinned_memory, plain_memory
 log = logging.getLogger(__name__)
 
 NCCL_SETTINGS = {
-    # What fails or is late is aborted, and raises where it is waited for. torch's default ends the
-    # process, which has a source world that could go on.
+    # What fails or is late is aborted, and counts as done: see `GroupBook.check`. torch's default
+    # ends the process, which has a source world that could go on.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     # A work's wait is queued on the device; the host looks with deadlines of its own.
     "TORCH_NCCL_BLOCKING_WAIT": "0",

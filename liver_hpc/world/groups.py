@@ -21,6 +21,7 @@ from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from liver_hpc.errors import TransferError
 from liver_hpc.transport import gloo_sockets, gloo_waits
 from liver_hpc.world.device import Device, Network
 
@@ -283,6 +284,21 @@ class GroupBook:
             backend = group.backend
             if backend is not None and (shared or members not in self._kept):
                 end(backend)
+
+    def check(self) -> None:
+        """Raises TransferError where NCCL's work in these groups may have ended undone, for which
+        no wait raises: it was aborted, by this book or by torch, which has seen an error or a
+        timeout and notes it before it aborts. Work that the device has come to the end of before
+        this call was done, if it does not raise. It asks the host alone."""
+        if not self._device.late:
+            return
+        if self.aborted:
+            raise TransferError(f"the groups of generation {self._generation} were aborted")
+        for members, group in [*self._groups.items()]:
+            backend = group.backend
+            if backend is None or (error := backend.get_error()) == native.ErrorType.SUCCESS:
+                continue
+            raise TransferError(f"NCCL between workers {list(members)} has failed: {error.name}")
 
     def have_ended(self) -> bool:
         """Whether gloo has closed all connections of these groups, so that nothing in them ends any

@@ -423,10 +423,14 @@ class World:
         )
 
     def _summed(self, *numbers: float) -> list[float]:
-        """Numbers summed over the world. Collective."""
+        """Numbers summed over the world. Collective. Raises TransferError where what this world has
+        launched before ended undone, see `GroupBook.check`."""
+        self.book.check()
         summed = torch.tensor(numbers, dtype=torch.float64, device=self.device.torch_device)
         dist.all_reduce(summed, group=self.groups.intra_dist_opt)
-        return summed.tolist()
+        told: list[float] = summed.tolist()  # for which the host waits for the device
+        self.book.check()
+        return told
 
     # ---- state at a boundary
 
@@ -434,7 +438,8 @@ class World:
     def settle(self) -> None:
         """Brings the state's tensors up to date at a step's end, before they are moved or saved:
         parameters that are gathered with the next forward, buffers that lie elsewhere now.
-        Collective over the world where `train.overlap_param_gather` is set."""
+        Collective over the world where `train.overlap_param_gather` is set. Who uses them asks
+        `GroupBook.check` once the device is there."""
         if self.recipe.config.train.overlap_param_gather:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)

@@ -22,7 +22,14 @@ from liver_hpc.checkpoint.saving import LONGEST_S, SHORTEST_S, Saving, interval_
 from liver_hpc.checkpoint.torch_dist.parts import Peers
 from liver_hpc.clock import Clock, FakeClock, SystemClock
 from liver_hpc.coordinator.store import StoreService
-from liver_hpc.errors import CheckpointError, DeadlineError, LiverError, PlanError, StoreAway
+from liver_hpc.errors import (
+    CheckpointError,
+    DeadlineError,
+    LiverError,
+    PlanError,
+    StoreAway,
+    TransferError,
+)
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.tensors import PARAMETER, Box
 from liver_hpc.protocol.events import WorldRef
@@ -133,6 +140,7 @@ class Seat:
             generation=3,
             state=self.state,
             settle=self._settle,
+            book=SimpleNamespace(check=lambda: None),
             scalar_state=scalar_state,
         )
         self.context: Any = SimpleNamespace(
@@ -205,6 +213,24 @@ def test_the_state_may_change_while_it_is_written(tmp_path: Path, held: Held) ->
     assert (saved.error, saved.digests) == ("", digests)
     assert saved.num_bytes == seat.file(4).stat().st_size
     assert saved.took_s > 0
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_parameters_that_were_not_gathered_are_not_saved(tmp_path: Path, beside: bool) -> None:
+    """Which a device tells once it has come to their end."""
+    seat = Seat(tmp_path)
+
+    def check() -> None:
+        raise TransferError("NCCL has failed")
+
+    seat.world.book.check = check
+    if beside:
+        seat.saving.begin(seat.world, 4)
+    else:
+        seat.saving.now(seat.world, 4, tmp_path, lambda: None)
+    (saved,) = seat.told(1)
+    assert saved.error == "NCCL has failed"
+    assert not seat.file(4).exists()
 
 
 def test_the_next_one_waits_for_the_one_before(tmp_path: Path, held: Held) -> None:

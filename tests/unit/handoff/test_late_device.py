@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +23,7 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.transport import wire
 from liver_hpc.worker.trainer import Trainer
 from liver_hpc.world.device import Device, Network, Room
+from liver_hpc.world.groups import GroupBook
 from tests.late_device import LateBackend, LateDevice, LateNetwork, Machines
 from tests.late_worlds import ANSWER_S, LateRun, LateWorld, late_worlds
 
@@ -388,6 +389,90 @@ def test_a_thread_whose_messages_were_aborted_reduces_afterwards(
     training.allreduce([torch.ones(1)]).wait()
     launched = any("all-reduce" in each for each in machines.unfinished())
     assert launched == ends, "it is the device's to do, or counts as done"
+
+
+# ---- NCCL fails
+
+
+def fail(run: LateRun, worlds: Callable[[], list[Any]], stand: Callable[[list[Any]], bool]) -> None:
+    """Holds the reductions of worlds from the moment when all are prepared; once they `stand` in
+    them, NCCL has an error."""
+    held: list[Any] = []
+
+    def hold() -> None:
+        held.extend(worlds())
+        with run.machines._lock:  # none is half done
+            run.machines.stopped.add(f"{held[0]._group.backend.name}: all-reduce")
+
+    run.arm = hold
+    run.begin()
+    run.request(MOVED)
+    soon = Deadline.after(SystemClock(), ANSWER_S, "all to stand")
+    poll_until(lambda: bool(run.machines.stopped) and stand(held), soon, 0.001)
+    for world in held:
+        world._group.backend.fail()
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_a_step_whose_reductions_ended_undone_is_not_done(
+    checks: bool, run: LateRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not checks:
+        monkeypatch.setattr(GroupBook, "check", lambda _book: None)
+
+    def source() -> list[Any]:
+        return [run.seats[worker].trainer._world for worker in TP.workers]
+
+    done = 0
+
+    def stand_at_the_steps_end(worlds: list[Any]) -> bool:
+        nonlocal done
+        launched = [[*world._group.backend.works] for world in worlds]
+        # One when it was connected, and two in a step.
+        stand = all(len(works) % 2 == 1 and not works[-1].done for works in launched)
+        done = run.seats[0].trainer.step
+        return stand
+
+    def steps() -> int:
+        return sum(isinstance(each, m.StepDone) for each in run.said)
+
+    fail(run, source, stand_at_the_steps_end)
+    for worker in TP.workers:
+        thread = run.seats[worker].thread
+        assert thread is not None
+        thread.join(ANSWER_S)
+    assert not any(isinstance(each, m.AtBoundary) for each in run.said)
+    assert steps() == done + (not checks)
+    if checks:
+        errors = [str(run.seats[worker].error) for worker in TP.workers]
+        assert errors == ["NCCL between workers [0, 1] has failed: COMM_ERROR"] * 2
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_a_first_backward_whose_reductions_ended_undone_is_not_voted_for(
+    checks: bool, run: LateRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not checks:
+        monkeypatch.setattr(GroupBook, "check", lambda _book: None)
+
+    def target() -> list[Any]:
+        return [run.target(worker).world for worker in MOVED.workers]
+
+    def have_launched(worlds: list[Any]) -> bool:
+        return all(world.backward.what.startswith("backward") for world in worlds)
+
+    def votes() -> dict[int, bool]:
+        return {each.worker: each.ok for each in run.said if isinstance(each, m.Vote)}
+
+    fail(run, target, have_launched)
+    soon = Deadline.after(SystemClock(), ANSWER_S, "all votes")
+    poll_until(lambda: len(votes()) == 3, soon, 0.001)
+    assert votes() == {0: True, 1: not checks, 2: not checks}
+    if checks:
+        ended = run.end()
+        assert ended.outcome == "aborted"
+        assert "NCCL between workers [1, 2] has failed: COMM_ERROR" in ended.detail
+        run.check(TP.workers)
 
 
 # ---- room, and what stays
