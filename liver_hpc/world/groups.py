@@ -15,6 +15,7 @@ import contextlib
 import functools
 import hashlib
 import importlib
+import inspect
 import threading
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -87,8 +88,29 @@ def _answer_for_stand_ins() -> None:
         return plain_broadcast(tensor, src, group, *args, **options)
 
     dist.broadcast = broadcast
+    for name in ("reduce_scatter_tensor", "reduce_scatter", "all_to_all_single", "all_to_all"):
+        setattr(dist, name, _also_alone(getattr(dist, name)))
     dist.all_to_all_single = with_stand_ins(dist.all_to_all_single, lambda output: [output])
     dist.all_gather = with_stand_ins(dist.all_gather, list)
+
+
+def _also_alone(plain: Any) -> Any:
+    """A collective whose outputs come first, and then its inputs: in a group of one a member gets
+    what it gives, which torch 2.11's stand-ins leave out."""
+    signature = inspect.signature(plain)
+
+    @functools.wraps(plain)
+    def collective(*args: Any, **options: Any) -> Any:
+        given = signature.bind(*args, **options).arguments
+        group, (outputs, inputs, *_) = given.get("group"), given.values()
+        if group is not None and group.size() == 1:
+            outputs, inputs = (x if isinstance(x, list) else [x] for x in (outputs, inputs))
+            if _is_fake(group, inputs[0].device):
+                for output, its in zip(outputs, inputs, strict=False):  # one alone, and its part
+                    output.copy_(its.view_as(output))
+        return plain(*args, **options)
+
+    return collective
 
 
 @cache
@@ -114,7 +136,11 @@ def _end_failed_batches() -> None:
 
 def _is_stand_in(group: Any, device: Any) -> bool:
     """Whether others would be in this group, who are not."""
-    return group.size() > 1 and isinstance(group._get_backend(device), native.FakeProcessGroup)
+    return group.size() > 1 and _is_fake(group, device)
+
+
+def _is_fake(group: Any, device: Any) -> bool:
+    return isinstance(group._get_backend(device), native.FakeProcessGroup)
 
 
 def _enter(group: Any, name: str, ranks: dict[int, int], backend_name: str) -> None:
