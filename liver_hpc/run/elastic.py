@@ -254,10 +254,10 @@ class ElasticPolicy:
         return f"leaving {node} within {window_s:g} s"
 
     def best_without(self, node: str, world: WorldRef) -> Layout | None:
-        """The layout for the workers that are left when a node goes; None where there is none."""
-        survivors = [w for w in world.rank_map.workers if self._agents.node_of(w) != node]
-        free = self.nodes.free_slots(without=node) or 0
-        return self.estimates.policy.best(len(survivors) + free)
+        """The layout for which there is room when a node goes, and all that have to be left; None
+        where there is none."""
+        slots = self.nodes.slots_without(node)
+        return self.estimates.policy.best(len(world.rank_map.workers) if slots is None else slots)
 
     def undo_drain(self, node: str, world: WorldRef | None) -> str:
         """An operator wants a node to be used again; RequestRefused for one that none drained.

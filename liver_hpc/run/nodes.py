@@ -112,9 +112,13 @@ class HeldNodes(dict[str, HeldNode]):
         nodes = [node for node in self.usable() if node.automatic or node.name in occupied]
         return _total(node.slots for node in nodes)
 
-    def free_slots(self, ending: bool = True, without: str | None = None) -> int | None:
-        """Slots for more workers on usable nodes but one, None without bound: those of kept joiners
-        too, and, without `ending`, those that will soon be free."""
+    def slots_without(self, name: str) -> int | None:
+        """All slots on usable nodes but one; None without bound."""
+        return _total(node.slots for node in self.usable() if node.name != name)
+
+    def free_slots(self, ending: bool = True) -> int | None:
+        """Slots for more workers on usable nodes, None without bound: those of kept joiners too,
+        and, without `ending`, those that will soon be free."""
         taken = self.agents.taken(ending)
         spare = Counter(map(self.agents.node_of, self.agents.spare(clearing=not ending)))
         return _total(
@@ -122,7 +126,6 @@ class HeldNodes(dict[str, HeldNode]):
             if node.slots is None
             else node.slots - len(taken.get(node.name, ())) + spare[node.name]
             for node in self.usable()
-            if node.name != without
         )
 
     def kept(self) -> list[int]:

@@ -21,7 +21,7 @@ from liver_hpc.run.actions import End, Ending
 from liver_hpc.run.codec import memory_of
 from liver_hpc.run.entries import Entry
 from liver_hpc.run.event_clock import EventClock
-from liver_hpc.run.events import NodeGone, NodeGranted, NodeWarned
+from liver_hpc.run.events import Node, NodeGone, NodeGranted, NodeWarned
 from liver_hpc.run.lifecycle import MOST_STARTS_IN_VAIN, RunState
 from liver_hpc.run.machine import Run
 from liver_hpc.run.records import EvaluationRecord, RecoveryRecord
@@ -158,6 +158,27 @@ def test_what_is_refused_bounds_nothing() -> None:
     play.calm(LONGEST_WAIT_S)
     assert play.run.world is not None
     assert play.run.world.rank_map.layout.workers == 4
+
+
+@pytest.mark.parametrize("more", [(), (Node("n3", "main", 1),)])
+def test_drains_in_quick_succession_leave_a_layout(more: tuple[Node, ...]) -> None:
+    """What a handoff is leaving is not counted on; what it goes to is, though nobody is there."""
+    play = training()
+    for node in more:
+        play.grant(node)
+        play.hear_pool()
+    *drained, last = (name for name in play.nodes)
+    for name in drained:
+        assert play.ask(m.DrainRequest(node=name)).ok
+    assert play.run.state is RunState.HANDING_OVER
+    answer = play.ask(m.DrainRequest(node=last))
+    assert not answer.ok
+    assert answer.text.startswith(f"no layout is allowed without {last}; held: ")
+    play.calm()
+    assert play.run.state is RunState.TRAINING
+    assert play.run.memory.drained == (*drained,)
+    assert play.run.world is not None
+    assert [*map(play.run.agents.node_of, play.run.world.rank_map.workers)] == [last]
 
 
 @pytest.mark.parametrize("early", [True, False])
