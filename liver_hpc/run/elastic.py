@@ -408,7 +408,8 @@ class ElasticPolicy:
     def _most_workers(self) -> int:
         """The most workers that the run may have, wherever the nodes come from."""
         best = self.estimates.policy.best(self.queue.bound)
-        return best.workers if best is not None else 0
+        asked = [request.layout for request in self.queue.not_granted]
+        return max((layout.workers for layout in (best, *asked) if layout is not None), default=0)
 
     def _surplus(self, trains: RankMap) -> list[int]:
         """Kept joiners of whom neither growth nor a request that waits has any use."""

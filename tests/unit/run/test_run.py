@@ -11,7 +11,7 @@ from types import FrameType
 import pytest
 
 from liver_hpc.config.schema import ClusterSection, EvalSection, PolicySection, RunConfig
-from liver_hpc.layout.coordinates import RankMap
+from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.placement import place
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
@@ -217,6 +217,30 @@ def test_whoever_asks_later_does_not_wait_for_burst_nodes_of_before() -> None:
     play.calm(LONGEST_WAIT_S)
     assert play.run.world is not None
     assert play.run.world.rank_map.layout.workers == 2
+
+
+def test_burst_nodes_are_asked_for_though_fewer_workers_are_faster() -> None:
+    """For a layout that somebody asked for, and they are kept until all have come."""
+    policy = PolicySection(**{**POLICY, "layout": "auto"})
+    workers = SCENES[3].config.workers.model_copy(update={"initial": 2})
+    layouts = TWO_NODES.config.layouts
+    config = SCENES[3].config.model_copy(
+        update={"policy": policy, "workers": workers, "layouts": layouts}
+    )
+    play = training(replace(SCENES[3], config=config, first=TWO_NODES.first))
+    for layout, step_s in (("dp=2", 1.0), ("dp=4", 1.1), ("tp=2,dp=2", 1.2), ("dp=3", 1.3)):
+        for _ in range(16):
+            play.run.elastic.estimates.policy.observe(Layout.parse(layout), step_s)
+    play.calm(2 * policy.retry_s)
+    actions = play.feed(e.OperatorAsked(1, m.ResizeRequest(workers=4)))
+    assert of(a.WantWorkers, actions) == [a.WantWorkers(2)]
+    for node in (burst(3), burst(4)):
+        play.grant(node)
+        play.settle()
+        play.wait(2 * policy.retry_s)
+    play.calm()
+    assert play.run.world is not None
+    assert str(play.run.world.rank_map.layout) == "tp1 pp1 dp4"
 
 
 @pytest.mark.parametrize("min_nodes", [0, 1])
