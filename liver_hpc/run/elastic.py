@@ -93,7 +93,7 @@ class ElasticPolicy:
         if world is not None and not waits:
             pointless = request.pointless(world.rank_map)
             if pointless:
-                raise RequestRefused(pointless)
+                return self._stays(request, pointless)
         waits_for = "" if world is None or busy else self._waits_for_nodes(request, world)
         if request.layout is not None:
             self.queue.asked, self.queue.missing = request.layout.workers, None
@@ -107,6 +107,18 @@ class ElasticPolicy:
         if replaced is not None:
             return f"merged: replaces queued {replaced}; {request} waits behind {busy}"
         return f"queued: {request} waits behind {busy}"
+
+    def _stays(self, request: ReconfigurationRequest, pointless: str) -> str:
+        """That a run stays in the layout that it has and is asked for: what waited to change that
+        is withdrawn, and it grows to no more. RequestRefused where neither makes a difference."""
+        layout, queue = request.layout, self.queue
+        withdrawn = [] if layout is None else queue.withdraw_before(request)
+        if layout is None or (not withdrawn and queue.ceiling == layout.workers):
+            raise RequestRefused(pointless)
+        queue.asked, queue.missing = layout.workers, None
+        self._remember()
+        what = "".join(f"; {earlier} is withdrawn" for earlier in withdrawn)
+        return f"stays in {layout}{what}; the run grows no further by itself"
 
     def _waits_for_nodes(self, request: ReconfigurationRequest, world: WorldRef) -> str:
         """That a request has to wait for nodes which the run asks for; empty when there is room.

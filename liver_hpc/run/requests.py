@@ -184,6 +184,14 @@ class RequestQueue:
         self.waiting.append(request)
         return None
 
+    def withdraw_before(self, later: ReconfigurationRequest) -> list[ReconfigurationRequest]:
+        """Takes out, and returns, what need not be granted any more once a later layout is asked
+        for."""
+        keep = [each for each in self.waiting if not later.overtakes(each)]
+        withdrawn = [each for each in self.not_granted if each not in keep]
+        self.waiting, self.awaits = keep, None
+        return withdrawn
+
     def had_its_turn(self, request: ReconfigurationRequest) -> None:
         """Of one that nobody asked for the queue knows nothing."""
         if request is self.first:

@@ -91,13 +91,11 @@ def test_a_queued_request_that_has_lost_its_point_is_dropped(make: Start) -> Non
 @pytest.mark.parametrize(
     ("request_", "wanted"),
     [
-        (m.ResizeRequest(layout="dp=2"), "the run already has layout tp1 pp1 dp2"),
         (m.ResizeRequest(layout="dp=3"), "layout tp1 pp1 dp3 is not allowed; allowed are tp1 pp1"),
         (m.ResizeRequest(layout="dp=8"), "wants 8 workers, workers.max is 4; allowed are tp1 pp1"),
         (m.ResizeRequest(layout="dp=two"), "got 'dp=two'"),
         (m.ResizeRequest(layout="dp=0"), "every axis must be at least 1"),
         (m.ResizeRequest(workers=3), "no layout of 3 workers is allowed; allowed are tp1 pp1"),
-        (m.ResizeRequest(workers=2), "the run already has layout tp1 pp1 dp2"),
         (m.ResizeRequest(), "either a layout or a number of workers"),
         (m.ResizeRequest(workers=2, layout="tp=2"), "either a layout or a number of workers"),
         (m.ReplaceRequest(replace=7), "worker 7 does not train; workers are [0, 1]"),

@@ -219,6 +219,47 @@ def test_whoever_asks_later_does_not_wait_for_burst_nodes_of_before() -> None:
     assert play.run.world.rank_map.layout.workers == 2
 
 
+@pytest.mark.parametrize("journal", [True, False])
+def test_a_layout_that_waits_is_withdrawn_by_whoever_asks_for_the_present_one(
+    journal: bool,
+) -> None:
+    """Whether it waits for burst nodes or for its turn; and then the run does not grow either."""
+    config = SCENES[3].config.model_copy(update={"layouts": TWO_NODES.config.layouts})
+    play = training(replace(SCENES[3], config=config))
+    if not journal:
+        for node in (burst(3), burst(4, 2)):
+            play.feed(NodeGranted(node))
+        play.feed(e.JournalFailed("the disk is full"))
+    assert play.ask(m.ResizeRequest(layout="tp=2,dp=2")).ok
+    answer = play.ask(m.ResizeRequest(workers=1))
+    assert answer.ok
+    assert answer.text == (
+        "stays in tp1 pp1 dp1; resize to tp2 pp1 dp2 (operator) is withdrawn; "
+        "the run grows no further by itself"
+    )
+    assert play.run.snapshot(play.now_s, "", "").queued == ()
+    assert play.run.memory.ceiling == 1
+    wanted = [each for _, _, done in play.entries for each in of(a.WantWorkers, done)]
+    assert wanted[-1] == a.WantWorkers(0)
+    if not journal:
+        play.feed(e.JournalFailed(""))
+    for node in (burst(3), burst(4), burst(5)):
+        play.grant(node)
+    play.calm(LONGEST_WAIT_S)
+    assert play.run.world is not None
+    assert str(play.run.world.rank_map.layout) == "tp1 pp1 dp1"
+    assert not play.watch.records
+
+
+def test_who_asks_for_the_present_layout_bounds_growth_once() -> None:
+    play = training()
+    answer = play.ask(m.ResizeRequest(workers=2))
+    assert answer.ok
+    assert answer.text == "stays in tp1 pp1 dp2; the run grows no further by itself"
+    answer = play.ask(m.ResizeRequest(workers=2))
+    assert (answer.ok, answer.text) == (False, "the run already has layout tp1 pp1 dp2")
+
+
 def test_burst_nodes_are_asked_for_though_fewer_workers_are_faster() -> None:
     """For a layout that somebody asked for, and they are kept until all have come."""
     policy = PolicySection(**{**POLICY, "layout": "auto"})
