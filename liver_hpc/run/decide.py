@@ -138,6 +138,8 @@ class Decider:
         doomed = self.nodes.agents.workers_on(self.nodes.doomed(), self.source.workers)
         if doomed:
             way = self._leave(doomed)
+            if isinstance(way, ToDisk):
+                way = self._leave_first(doomed) or way
             if way is not None:
                 return way
         if self.queue.first is not None:
@@ -255,6 +257,14 @@ class Decider:
         if late:
             action += f", estimated {way.estimate_s:.1f} s for a window of {window_s:.1f} s"
         return replace(way, nodes=occupied, action=action, late=late)
+
+    def _leave_first(self, doomed: tuple[int, ...]) -> Begin | None:
+        """How workers get off those of these nodes that are taken at a known time, onto the others
+        too; None where they do not."""
+        nodes = self.nodes
+        hurried = tuple(w for w in doomed if nodes[nodes.agents.node_of(w)].deadline_s is not None)
+        way = self._leave(hurried) if hurried != doomed else None
+        return way if isinstance(way, Begin) else None
 
     def _can_lose(self, doomed: tuple[int, ...]) -> bool:
         """Whether the run goes on from memory where these workers are lost on their way out, and

@@ -348,6 +348,24 @@ def test_a_node_that_cannot_be_left_in_time_sends_the_state_to_disk() -> None:
     assert play.run.ending.state is Ending.RESTART
 
 
+def test_a_node_with_a_deadline_is_left_for_one_that_nobody_takes_yet() -> None:
+    """Slurm drains all nodes; then one of them is preempted."""
+    scene = SCENES[2]
+    workers = scene.config.workers.model_copy(update={"initial": 4})
+    config = scene.config.model_copy(update={"workers": workers})
+    play = training(replace(scene, config=config))
+    for name in ("w1", "w2"):
+        play.feed(NodeWarned(name, "drained", play.now_s))
+    play.calm()
+    assert play.run.world is not None
+    assert play.run.world.rank_map.layout.workers == 4
+    play.feed(NodeWarned("w2", "preempted", play.now_s, play.now_s + 60.0))
+    play.calm()
+    assert play.run.state is RunState.TRAINING
+    assert [*map(play.run.agents.node_of, play.run.world.rank_map.workers)] == ["w1", "w1"]
+    assert play.watch.records[-1].notice.endswith("(leaving w2: preempted)")
+
+
 def test_a_worker_that_says_what_nobody_asked_for_ends_the_run_with_the_story() -> None:
     play = in_boot(MACHINE)
     play.rogue = True
