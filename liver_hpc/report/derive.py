@@ -9,6 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from operator import attrgetter
 
 from liver_hpc.report.critical_path import CriticalPath, critical_path
 from liver_hpc.report.hours import WorkerHours, worker_hours
@@ -17,6 +18,7 @@ from liver_hpc.report.worlds import (
     COMPLETED,
     GenerationFigures,
     StepTimes,
+    built_anew,
     finite_sum,
     known_sum,
     ratio,
@@ -202,7 +204,8 @@ def _attempts(
 ) -> tuple[ReconfigurationFigures, ...]:
     begun_s = _begun_s(records.reconfigurations)
     beside = _steps_beside(records, begun_s)
-    starts_s = sorted(step.started_s for step in records.steps)
+    in_order = sorted(records.steps, key=attrgetter("started_s"))
+    trained_on = {attempt: generation for generation, attempt in built_anew(records).items()}
     crossings: dict[int, list[CrossingRecord]] = defaultdict(list)
     for row in records.crossings:
         crossings[row.generation].append(row)
@@ -210,7 +213,8 @@ def _attempts(
     for record in records.reconfigurations:
         went_on = record.generation if record.outcome == COMPLETED else record.source_generation
         median_s = times.usual_s(went_on, record.step)
-        lost_s = _lost_s(record, median_s, starts_s)
+        anew = trained_on.get(record.generation)
+        lost_s = _lost_s(record, anew, median_s, in_order)
         disturbed = beside[record.generation]
         slowdown_s = _slowdown_s(record, disturbed, times, records.evaluations)
         cost_s = lost_s + slowdown_s
@@ -242,8 +246,11 @@ def _attempts(
     return tuple(found)
 
 
-def _lost_s(record: ReconfigurationRecord, median_s: float, starts_s: Sequence[float]) -> float:
-    """starts_s: of all steps, sorted."""
+def _lost_s(
+    record: ReconfigurationRecord, anew: int | None, median_s: float, steps: Sequence[StepRecord]
+) -> float:
+    """anew: the generation of the source world where an abort had it built anew. steps: all, as
+    they began."""
     stopped_s = record.source_last_step_ended_s
     if record.outcome == COMPLETED:
         return record.first_step_ended_s - stopped_s - median_s
@@ -251,8 +258,11 @@ def _lost_s(record: ReconfigurationRecord, median_s: float, starts_s: Sequence[f
         return math.nan  # the run ended with it
     if math.isnan(stopped_s):
         return 0.0  # training never stood still
-    following = bisect_left(starts_s, stopped_s)
-    return starts_s[following] - stopped_s if following < len(starts_s) else math.nan
+    following = bisect_left(steps, stopped_s, key=attrgetter("started_s"))
+    its_own = (record.source_generation, anew)
+    if following == len(steps) or steps[following].generation not in its_own:
+        return math.nan  # the source was lost before it trained on
+    return steps[following].started_s - stopped_s
 
 
 def _slowdown_s(
@@ -289,18 +299,15 @@ def _steps_beside(
     The first step of a source world that was built anew belongs to the attempt that was aborted.
     """
     found: dict[int, list[StepRecord]] = defaultdict(list)
-    completed = {a.generation for a in records.reconfigurations if a.outcome == COMPLETED}
-    aborted = {a.generation for a in records.reconfigurations if a.outcome == ABORTED}
+    anew = built_anew(records)
     away: dict[int, list[int]] = defaultdict(list)  # in the order in which they began
     for attempt in records.reconfigurations:
         away[attempt.source_generation].append(attempt.generation)
     for step in records.steps:
         if step.phase == "release":
             found[step.generation].append(step)
-        elif step.phase == "first":
-            rebuilt = step.generation not in completed and step.generation - 1 in aborted
-            if rebuilt:
-                found[step.generation - 1].append(step)
+        elif step.phase == "first" and step.generation in anew:
+            found[anew[step.generation]].append(step)
         elif step.phase == "prepare" and (attempts := away.get(step.generation)):
             begun = bisect_right(attempts, step.ended_s, key=begun_s.__getitem__)
             found[attempts[max(begun - 1, 0)]].append(step)

@@ -86,6 +86,18 @@ def _layouts(
     return layouts
 
 
+def built_anew(records: RunRecords) -> dict[int, int]:
+    """The generations under which the source world of an aborted attempt may have been built anew,
+    each with that of the attempt: the next number, unless a recovery or another attempt has it."""
+    taken = {attempt.generation for attempt in records.reconfigurations}
+    taken |= {recovery.generation for recovery in records.recoveries}
+    return {
+        attempt.generation + 1: attempt.generation
+        for attempt in records.reconfigurations
+        if attempt.outcome == ABORTED and attempt.generation + 1 not in taken
+    }
+
+
 class StepTimes:
     """What steps of each world usually take, by how many tokens they have: all have as many, but
     while the global batch grows."""

@@ -199,6 +199,26 @@ def test_a_source_world_that_was_built_anew_ends_the_lost_time_too() -> None:
     assert layouts == ["tp1 pp1 dp2", "tp1 pp1 dp2"]
 
 
+def test_a_source_that_was_lost_before_it_trained_on_leaves_lost_time_unknown() -> None:
+    """Aborted at the boundary; the next step is one of the next start, hours later."""
+    run = run_of_one_handoff(outcome="aborted", **NEVER)
+    run.steps[6:] = [step(6, started_s=36108.75, generation=4)]
+    assert math.isnan(only(run).lost_s)
+    assert run_figures(run).cost_s == only(run).slowdown_s == pytest.approx(0.75)
+
+
+def test_the_world_of_a_recovery_is_not_that_of_an_attempt_that_was_aborted_before() -> None:
+    """It has the number that a source world built anew would have."""
+    run = run_of_one_handoff(outcome="aborted", source_last_step_ended_s=math.nan, **NEVER)
+    run.steps[6:] = [
+        step(6, started_s=108.75),
+        step(6, started_s=112.0, took_s=9.0, phase="first", generation=2),
+        step(7, started_s=121.0, generation=2),
+    ]
+    run.recoveries.append(recovery(generation=2, source_generation=0))
+    assert only(run).slowdown_s == pytest.approx(0.75)
+
+
 def test_of_an_attempt_that_ended_the_run_lost_time_is_not_known() -> None:
     run = run_of_one_handoff(outcome="failed", **NEVER)
     del run.steps[6:]
