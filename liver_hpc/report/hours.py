@@ -47,21 +47,22 @@ class WorkerHours:
 
 
 class _Seated(NamedTuple):
-    """A world's time. seats: its workers by node. worth: the share of the time in which a node of
-    these was held that its steps and evaluations are worth."""
+    """A world's time. seats: its workers by node. worth_s: of its steps and evaluations."""
 
     from_s: float
     until_s: float
     seats: Mapping[str, int]
-    worth: float
+    worth_s: float
 
 
 def worker_hours(records: RunRecords, useful_s: Mapping[int, float]) -> WorkerHours:
     """useful_s: what each step is worth, by its number. What is held still, is until the last time
     that the records know."""
     by_node: dict[tuple[str, str], list[HoldingRecord]] = defaultdict(list)
+    by_name: dict[str, list[HoldingRecord]] = defaultdict(list)
     for holding in records.holdings:
         by_node[holding.partition or holding.allocation, holding.node].append(holding)
+        by_name[holding.node].append(holding)
     until_s = _until_s(records)
     worlds = [*_seated(records, useful_s)]
     nodes = []
@@ -69,11 +70,14 @@ def worker_hours(records: RunRecords, useful_s: Mapping[int, float]) -> WorkerHo
         held_s = sum(
             each.slots * (_or(each.returned_s, until_s) - each.granted_s) for each in holdings
         )
-        spans, seated_s, trained_s = held_spans(holdings), 0.0, 0.0
+        spans, all_spans = held_spans(holdings), held_spans(by_name[node])
+        seated_s = trained_s = 0.0
         for world in worlds:
             there_s = overlap_s(spans, world.from_s, world.until_s) * world.seats.get(node, 0)
-            seated_s += there_s
-            trained_s += there_s * world.worth
+            if there_s > 0:
+                node_s = overlap_s(all_spans, world.from_s, world.until_s)
+                seated_s += there_s
+                trained_s += there_s * min(1.0, world.worth_s / node_s)
         nodes.append(_figures(node, partition, held_s, seated_s, trained_s))
     names = sorted({each.partition for each in nodes})
     partitions = [_added([n for n in nodes if n.partition == name], name) for name in names]
@@ -131,10 +135,7 @@ def _seated(records: RunRecords, useful_s: Mapping[int, float]) -> Iterator[_Sea
     seats = _seats(begun_s, records.placements)
     order = [*begun_s.items(), (-1, max(_last_ends_s(records), default=0.0))]
     for (generation, from_s), (_, until_s) in pairwise(order):
-        held = held_spans(each for each in records.holdings if each.node in seats[generation])
-        held_s = overlap_s(held, from_s, until_s)
-        worth = min(1.0, worth_s[generation] / held_s) if held_s > 0 else 0.0
-        yield _Seated(from_s, until_s, seats[generation], worth)
+        yield _Seated(from_s, until_s, seats[generation], worth_s[generation])
 
 
 def _seats(

@@ -86,6 +86,30 @@ def test_a_node_that_was_not_held_meanwhile_lost_nothing() -> None:
     assert (training_s, lost_s) == (20.0, 22.0)  # lost: while it was held, without steps
 
 
+def test_a_node_that_is_lost_has_trained_what_it_has_trained() -> None:
+    """The other one waits for another in its place, which trains from 200 s on."""
+    steps = [step(n) for n in range(10)]
+    steps += [step(10 + n, generation=2, started_s=200.0 + n) for n in range(10)]
+    places = [(0, "n1"), (0, "n2"), (2, "n1"), (2, "n3")]
+    records = RunRecords(
+        steps,
+        [],
+        [],
+        {},
+        holdings=[
+            held("n1", 100.0, 210.0, slots=1),
+            held("n2", 100.0, 112.0, slots=1),
+            held("n3", 190.0, 210.0, slots=1),
+        ],
+        placements=[PlacementRecord(world, "tp1 pp1 dp2", node, 1) for world, node in places],
+    )
+    assert [seconds(each) for each in hours_of(records).nodes] == [
+        [110.0, 20.0, 0.0, 90.0],
+        [12.0, 10.0, 0.0, 2.0],
+        [20.0, 10.0, 10.0, 0.0],
+    ]
+
+
 def test_without_holdings_there_are_no_hours() -> None:
     hours = hours_of(RunRecords([step(0), step(1)], [], [], {}))
     assert seconds(hours.total) == [0.0, 0.0, 0.0, 0.0]
