@@ -103,14 +103,14 @@ class Standing:
 
     def take(self, entry: Entry) -> None:
         event, at_s = entry.event, entry.at_s
-        self.began_s, self.last_s = self.began_s or at_s, at_s
+        self.began_s, before_s, self.last_s = self.began_s or at_s, self.last_s or at_s, at_s
         match event["type"]:
             case "step_done":
                 if (world := self.world) is not None:
                     # A world that was built anew after an abort has the same members.
                     world.generation = event["generation"]
             case "coordinator_started":
-                self._started(event["attributes"], at_s)
+                self._started(event["attributes"], before_s)
             case "node_granted":
                 node = event["node"]
                 name, allocation = node["name"], node["allocation"]
@@ -128,8 +128,10 @@ class Standing:
         for action in entry.actions:
             self._decided(action, at_s)
 
-    def _started(self, attributes: Mapping[str, str], at_s: float) -> None:
-        self._close_all(at_s)
+    def _started(self, attributes: Mapping[str, str], before_s: float) -> None:
+        """before_s: when the last thing was known of the start before, which may have ended
+        suddenly."""
+        self._close_all(before_s)
         self.state, self.reason, self.ended = STARTING, "", False
         self.name, self.host = attributes.get("name", ""), attributes.get("host", "")
         self._awaited.clear()
