@@ -91,7 +91,8 @@ class NoticeFigures:
 
     window_s: from the notice until the node's processes are killed. left_s: from the notice to the
     end of the last process there, of a granted node to the first step with it. pause_s and
-    lost_steps: of the handoff that answered it. repeated_steps: training steps done again since.
+    lost_steps: of the handoff that answered it. repeated_steps: training steps done again for it;
+    losses of one recovery have the same ones.
     """
 
     record: NoticeRecord
@@ -347,11 +348,16 @@ def _notices(
 ) -> tuple[NoticeFigures, ...]:
     notices = sorted(records.notices, key=lambda notice: notice.at_s)
     again_s = sorted(_begun_again_s(records.steps)) if notices else []
-    at_s = [notice.at_s for notice in notices]
+    starts_s = sorted(step.started_s for step in records.steps) if notices else []
+    losses_s = [notice.at_s for notice in notices if _is_loss(notice)]
     figures = []
     for notice in notices:
-        later = bisect_right(at_s, notice.at_s)
-        until_s = at_s[later] if later < len(at_s) else math.inf
+        repeated = 0
+        if _is_loss(notice):
+            # Losses without a step between them are of one recovery.
+            following_s = _first_from(starts_s, notice.at_s)
+            until_s = _first_from(losses_s, following_s)
+            repeated = bisect_left(again_s, until_s) - bisect_left(again_s, notice.at_s)
         attempt = attempts.get(notice.generation)
         left_s = notice.left_s
         if notice.kind == "granted":
@@ -363,10 +369,21 @@ def _notices(
                 left_s=left_s - notice.at_s,
                 pause_s=attempt.pause_s if attempt is not None else math.nan,
                 lost_steps=attempt.lost_steps if attempt is not None else math.nan,
-                repeated_steps=bisect_left(again_s, until_s) - bisect_left(again_s, notice.at_s),
+                repeated_steps=repeated,
             )
         )
     return tuple(figures)
+
+
+def _is_loss(notice: NoticeRecord) -> bool:
+    """Whether steps may have to be done again for it."""
+    return notice.kind in ("lost", "restart", "requeue") or notice.outcome == "lost"
+
+
+def _first_from(times_s: Sequence[float], at_s: float) -> float:
+    """The first of these, which are sorted, that is not before the other."""
+    index = bisect_left(times_s, at_s)
+    return times_s[index] if index < len(times_s) else math.inf
 
 
 def _begun_again_s(steps: Iterable[StepRecord]) -> list[float]:

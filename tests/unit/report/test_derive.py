@@ -10,7 +10,7 @@ import pytest
 
 from liver_hpc.report.derive import PhaseFigures, ReconfigurationFigures, run_figures
 from liver_hpc.report.tables import summary_lines
-from liver_hpc.run.records import ReconfigurationRecord, RunRecords, StepRecord
+from liver_hpc.run.records import NoticeRecord, ReconfigurationRecord, RunRecords, StepRecord
 from tests.unit.report.rows import evaluation, reconfiguration, recovery, step
 
 
@@ -351,6 +351,26 @@ def test_a_recovery_lasts_until_its_world_has_done_a_step() -> None:
     assert (found.let_go_s, found.refill_s, found.first_step_s) == (0.25, 0.75, 2.0)
     assert figures.steps == 6, "a step that is done again is one"
     assert [world.layout for world in figures.generations] == ["tp1 pp1 dp2", "tp1 pp1 dp1"]
+
+
+def test_steps_are_done_again_for_what_was_lost() -> None:
+    """Two nodes in one recovery, and a third one later; not for a node that came meanwhile."""
+
+    def notice(kind: str, node: str, at_s: float) -> NoticeRecord:
+        nan, outcome = math.nan, "lost" if kind == "lost" else "in use"
+        return NoticeRecord(kind, node, "main", at_s, nan, nan, "", -1, nan, nan, outcome)
+
+    run = records([step(n) for n in range(10)])
+    run.steps.extend(step(7 + n, generation=1, started_s=113.0 + n) for n in range(6))
+    run.steps.extend(step(12 + n, generation=2, started_s=121.0 + n) for n in range(3))
+    run.notices[:] = [
+        notice("lost", "n2", 110.25),
+        notice("lost", "n3", 110.5),
+        notice("granted", "n4", 112.0),
+        notice("lost", "n5", 119.5),
+        notice("granted", "n6", 120.0),
+    ]
+    assert [each.repeated_steps for each in run_figures(run).notices] == [3, 3, 0, 1, 0]
 
 
 # ---- a batch that grows
