@@ -54,6 +54,10 @@ class Curve:
         self._last: StepRecord | None = None
         self._evaluated_s = -math.inf
 
+    def started(self) -> None:
+        """The next step is the first of another start: the time between is nobody's."""
+        self._last = None
+
     def evaluated(self, ended_s: float) -> None:
         """The next step begins with the end of an evaluation before it."""
         self._evaluated_s = ended_s

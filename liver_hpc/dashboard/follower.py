@@ -24,7 +24,7 @@ from liver_hpc.protocol.status import HandoffStatus
 from liver_hpc.report.derive import run_figures
 from liver_hpc.report.store import RecordsFold
 from liver_hpc.report.wording import duration_text, ids_text, layout_text, number_text
-from liver_hpc.run.entries import Entry, JournalReader
+from liver_hpc.run.entries import COORDINATOR_STARTED, Entry, JournalReader
 from liver_hpc.run.lifecycle import HANDING_OVER, TRAINING
 
 LOOK_S = 0.2
@@ -92,6 +92,9 @@ class Follower:
             self._begin()
             page.begin()
         for entry in entries:
+            if entry.event["type"] == COORDINATOR_STARTED:
+                self._draw()
+                page.curve.started()
             self._gathered.take(entry)
             try:
                 self._standing.take(entry)
@@ -100,7 +103,15 @@ class Follower:
                 where = f"{self._journal}, entry {entry.number}: {error}"
                 raise ConfigError(f"{where}; another version of liver_hpc wrote it") from None
         page.began_s = self._standing.began_s
-        records = self._gathered.records
+        self._draw()
+        self._is_stale = self._is_stale or bool(entries)
+        self._is_urgent = self._is_urgent or self._attempt is not before
+        if self._attempt is not None and self._attempt.moves:
+            self._ask_beside()
+
+    def _draw(self) -> None:
+        """The curve has the steps that were gathered since."""
+        page, records = self._page, self._gathered.records
         evaluations = records.evaluations[self._evaluations :]
         for step in records.steps[self._steps :]:
             while evaluations and evaluations[0].ended_s <= step.ended_s:
@@ -108,10 +119,6 @@ class Follower:
             page.curve.add(step, page.version + 1)
         self._steps = len(records.steps)
         self._evaluations = len(records.evaluations) - len(evaluations)  # some are of the next step
-        self._is_stale = self._is_stale or bool(entries)
-        self._is_urgent = self._is_urgent or self._attempt is not before
-        if self._attempt is not None and self._attempt.moves:
-            self._ask_beside()
 
     # ---- the page is told
 

@@ -25,6 +25,7 @@ from liver_hpc.report.drawings.canvas import (
 from liver_hpc.report.drawings.handoff import in_words
 from liver_hpc.report.phases import first_known, spans
 from liver_hpc.report.wording import duration_text, layout_text
+from liver_hpc.report.worlds import built_anew
 from liver_hpc.run.records import RunRecords
 
 POINTS = 700
@@ -55,8 +56,9 @@ class Timeline:
 
     start_s: the epoch time that all others are counted from. end_s: of the last step or handoff.
     began_s: the end of the step before it, so that a pause counts as this one's, or that of the
-    evaluation between them. loss: NaN where it is not finite. is_finite: of the loss and the
-    gradient norm. evaluated_s, validation_loss: one value an evaluation.
+    evaluation between them; of the first of a start where it began itself. loss: NaN where it is
+    not finite. is_finite: of the loss and the gradient norm. evaluated_s, validation_loss: one
+    value an evaluation.
     """
 
     start_s: float
@@ -80,7 +82,10 @@ def timeline(records: RunRecords, attempts: Sequence[ReconfigurationFigures]) ->
     start_s = min(filter(math.isfinite, [*column("started_s")] or notices_s), default=0.0)
     step, loss = column("step", int), column("loss")
     began_s, ended_s = column("started_s") - start_s, column("ended_s") - start_s
-    follows = np.flatnonzero(np.diff(step) == 1)
+    generation = column("generation", int)
+    is_live = np.isin(generation, _live(records))
+    is_live[1:] |= np.diff(generation) == 0
+    follows = np.flatnonzero((np.diff(step) == 1) & is_live[1:])
     began_s[follows + 1] = ended_s[follows]
     evaluated_s = np.array([each.ended_s - start_s for each in records.evaluations])
     _begin_behind(evaluated_s, began_s, ended_s)
@@ -92,7 +97,7 @@ def timeline(records: RunRecords, attempts: Sequence[ReconfigurationFigures]) ->
         start_s,
         max([1e-3, *filter(math.isfinite, ends_s)]),
         step,
-        column("generation", int),
+        generation,
         began_s,
         ended_s,
         np.where(np.isfinite(loss), loss, np.nan),
@@ -101,6 +106,12 @@ def timeline(records: RunRecords, attempts: Sequence[ReconfigurationFigures]) ->
         evaluated_s,
         np.where(np.isfinite(validation_loss), validation_loss, np.nan),
     )
+
+
+def _live(records: RunRecords) -> list[int]:
+    """The generations that came of another without a start between them."""
+    live = [*(attempt.generation for attempt in records.reconfigurations), *built_anew(records)]
+    return live + [recovery.generation for recovery in records.recoveries]
 
 
 def _begin_behind(evaluated_s: Floats, began_s: Floats, ended_s: Floats) -> None:

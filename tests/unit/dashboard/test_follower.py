@@ -142,6 +142,16 @@ def test_what_is_new_is_all_that_is_told(journal: Path) -> None:
     follow(journal, see)
 
 
+def test_the_first_step_of_a_start_begins_by_itself(journal: Path) -> None:
+    append(journal, started() + step_lines(1, 1) + started(2) + step_lines(3, 1, 1, 36001.0))
+
+    async def see(browser: Browser) -> None:
+        await browser.until(lambda b: len(b.points) == 2)
+        assert [point[:2] for point in browser.points] == [[0.0, 1.0], [35001.0, 35002.0]]
+
+    follow(journal, see)
+
+
 @pytest.mark.parametrize("live", [True, False])
 def test_a_step_begins_with_the_end_of_an_evaluation_that_was_read_before_it(
     journal: Path, live: bool

@@ -17,9 +17,10 @@ from liver_hpc.report.command import draw
 from liver_hpc.report.derive import run_figures
 from liver_hpc.report.drawings import run
 from liver_hpc.report.drawings.canvas import Color
+from liver_hpc.report.drawings.training import timeline
 from liver_hpc.report.page import document
 from liver_hpc.run.records import RunRecords
-from tests.unit.report.rows import step
+from tests.unit.report.rows import reconfiguration, step
 from tests.unit.report.run_of_everything import everything
 
 
@@ -65,6 +66,14 @@ def test_tables_need_no_matplotlib() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30
     )
     assert done.stdout.strip() == "False"
+
+
+def test_the_first_step_of_a_start_does_not_take_the_time_since_the_one_before() -> None:
+    """As after a job that was queued again with nothing to be done again; a handoff's does."""
+    steps = [step(0), step(1, generation=1, started_s=103.0)]
+    steps += [step(2, generation=3, started_s=36103.0)]
+    times = timeline(RunRecords(steps, [reconfiguration()], [], {}), [])
+    assert [*times.began_s] == [0.0, 1.0, 36003.0]
 
 
 def test_a_loss_that_is_never_finite_is_marked(tmp_path: Path) -> None:
