@@ -239,6 +239,10 @@ class LateDevice(Device):
     def late(self) -> bool:
         return True
 
+    def has_work(self) -> bool:
+        last = self.training.last
+        return last is not None and not last.done
+
     def own_lane(self) -> LateLane:
         """That of the calling thread."""
         lane: LateLane = getattr(self.here, "lane", self.training)

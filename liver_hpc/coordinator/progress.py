@@ -1,7 +1,8 @@
 """Whether training goes on, and who holds it up: workers that live, and stand still.
 
-A worker whose data does not come, or whose device hangs, sends signs of life all the same. The
-others soon wait for it in a collective, and say so; it does not.
+A worker whose data does not come, say, sends signs of life all the same. The others soon wait for
+it in a collective, on the host or on the device, and say so; it does not. One whose GPU hangs seems
+to wait as they do, and is not told from them.
 """
 
 from __future__ import annotations

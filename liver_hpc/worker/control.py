@@ -199,7 +199,7 @@ class Worker:
         try:
             message = self._line.receive(self._config.deadlines.heartbeat_s / 4)
         except DeadlineError:
-            stands, waits = main_thread_stands()
+            stands, waits = main_thread_stands(self._device)
             beat = m.Heartbeat(
                 worker=self._worker,
                 step=self._trainer.step,

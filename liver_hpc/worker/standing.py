@@ -10,6 +10,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from liver_hpc.world.device import Device
+
 _FRAMES = 3
 _WAITS = (
     "/torch/distributed/",
@@ -21,18 +23,23 @@ _WAITS = (
     "/liver_hpc/world/",
     "/liver_hpc/worker/",
 )
-"""Whose innermost function is there waits for other workers, or for the device, which does."""
+"""Whose innermost function is there waits for other workers."""
 
 
 class Standing(NamedTuple):
-    """text: the innermost functions, the first first. waits: as far as the stack shows."""
+    """text: the innermost functions, the first first. waits: as far as stack and device show."""
 
     text: str
     waits: bool
 
 
-def main_thread_stands() -> Standing:
-    """Of this process."""
+def main_thread_stands(device: Device) -> Standing:
+    """Of this process; from another thread.
+
+    On a device that is late a collective's call returns at once: the others are waited for where
+    the host next reads the device, or there is no place for a launch, be that wherever it is. So
+    who has work there waits; the device of one that holds the others up is soon done.
+    """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = [*islice(_outwards(frame), _FRAMES)]
     text = " < ".join(
@@ -40,7 +47,7 @@ def main_thread_stands() -> Standing:
         for each in frames
     )
     inner = frames[0].f_code.co_filename if frames else ""
-    return Standing(text, any(place in inner for place in _WAITS))
+    return Standing(text, any(place in inner for place in _WAITS) or device.has_work())
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

@@ -25,6 +25,7 @@ from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.cluster.network import GLOO_INTERFACE, NCCL_LOG
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.host.interfaces import interface_addresses, interface_holding
+from liver_hpc.host.process import quiet_thread
 from liver_hpc.transport import gloo_sockets, gloo_waits
 from liver_hpc.transport.lane import Lane, new_lane, own_lane
 from liver_hpc.transport.nccl_log import Chosen, NcclLog
@@ -66,6 +67,11 @@ _INIT_LIMIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
 """The seconds after which torch gives up a communicator that does not come to be."""
 ABORTED_ENDS_S = 10.0
 """How long the device may take to come to the end of what has been aborted."""
+ANSWERS_S = 1.0
+"""How long CUDA may take to say whether a stream has work."""
+_NOT_READY = 600
+_RELAXED = 2
+"""CUDA_ERROR_NOT_READY, CU_STREAM_CAPTURE_MODE_RELAXED: what is asked disturbs no capture."""
 
 
 class Room(NamedTuple):
@@ -90,6 +96,10 @@ class Device:
         default_factory=threading.Event, init=False, repr=False, compare=False
     )
     """Whether the count of this step's peak has begun in the middle of it."""
+
+    _asked: threading.Lock = field(
+        default_factory=threading.Lock, init=False, repr=False, compare=False
+    )
 
     @property
     def backend_name(self) -> str:
@@ -116,6 +126,24 @@ class Device:
         """Waits for all work queued on the device, without a deadline: not for a handoff."""
         if self.torch_device.type == "cuda":
             torch.cuda.synchronize(self.torch_device)
+
+    def has_work(self) -> bool:
+        """Whether something that training has launched is not done; from any thread.
+
+        Where a launch waits until CUDA's queue has a place again, other calls of the process may
+        wait for it, too. So CUDA is asked in a thread of its own; no answer in ANSWERS_S is a yes.
+        """
+        if self.torch_device.type != "cuda":
+            return False
+        answers: list[bool] = []
+
+        def ask() -> None:
+            with self._asked:
+                answers.append(_stream_has_work(self.torch_device.index or 0))
+
+        if not self._asked.locked():  # else who asked before has no answer yet
+            quiet_thread(ask, "has work").join(ANSWERS_S)
+        return not answers or answers[0]
 
     def new_lane(self) -> Lane:
         """A lane of its own."""
@@ -203,6 +231,20 @@ class Device:
             if _ended(parked[0]):
                 with contextlib.suppress(ValueError):  # another thread has seen it, too
                     self._parked.remove(parked)
+
+
+def _stream_has_work(index: int) -> bool:
+    """Of the default stream of this process's GPU of an index. Past torch, which may keep the
+    interpreter's lock while CUDA lets a call wait. Work that has failed is over."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    context, relaxed = ctypes.c_void_p(), ctypes.c_int(_RELAXED)
+    cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), index)
+    cuda.cuCtxSetCurrent(context)
+    cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
+    try:
+        return bool(cuda.cuStreamQuery(None) == _NOT_READY)
+    finally:
+        cuda.cuDevicePrimaryCtxRelease_v2(index)
 
 
 def _ended(done: Callable[[], bool]) -> bool:

@@ -206,6 +206,51 @@ def test_what_a_step_takes_is_told_by_steps_beside_which_there_was_nothing_else(
     assert step(32, alone=True) == Room(58, 32)
 
 
+class Driver:
+    """What libcuda answers of the default stream; `held` until it may."""
+
+    def __init__(self, answer: int) -> None:
+        self.said: list[str] = []
+        self.held = threading.Event()
+        self._answer = answer
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_arguments: self.said.append(name)
+
+    def cuStreamQuery(self, stream: Any) -> int:
+        assert stream is None
+        assert self.held.wait(20.0)
+        return self._answer
+
+
+@pytest.mark.parametrize(("answer", "has_work"), [(0, False), (600, True), (700, False)])
+def test_a_device_has_work_while_training_s_stream_has(
+    answer: int, has_work: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(answer)
+    driver.held.set()
+    monkeypatch.setattr("ctypes.CDLL", lambda _name: driver)
+    assert Device(torch.device("cuda", 0)).has_work() == has_work
+    assert driver.said[-1] == "cuDevicePrimaryCtxRelease_v2"
+
+
+def test_a_device_that_does_not_answer_has_work_and_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CUDA lets other calls wait, too, while a launch waits for a place in its queue."""
+    driver, device = Driver(0), Device(torch.device("cuda", 0))
+    monkeypatch.setattr("ctypes.CDLL", lambda _name: driver)
+    monkeypatch.setattr("liver_hpc.world.device.ANSWERS_S", 0.1)
+    assert [device.has_work() for _ in range(3)] == [True] * 3
+    asking = [thread for thread in threading.enumerate() if thread.name == "has work"]
+    assert len(asking) == 1, "it is not asked again before it has answered"
+    driver.held.set()
+    asking[0].join(10.0)
+    monkeypatch.setattr("liver_hpc.world.device.ANSWERS_S", 10.0)
+    assert not device.has_work()
+    assert not Device(torch.device("cpu")).has_work()
+
+
 @pytest.mark.usefixtures("two_gpus")
 def test_workspaces_of_products_are_dropped_on_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     dropped: list[str] = []
