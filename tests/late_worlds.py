@@ -301,6 +301,8 @@ class LateRun:
             world.device.training.wait()
             if found := world.differs(self.seats[worker].trainer.step, TIED.kinds):
                 self.ledger.append(f"at the end: other {found}")
+            if beside := world.device._beside:
+                self.ledger.append(f"{beside} of worker {worker} count as beside its steps")
         assert not self.ledger, self.ledger[:4]
 
     # ---- workers

@@ -74,6 +74,8 @@ def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target
     try:
         if session.is_target:
             _check_room(session, rehearses)
+        device.begin_beside(session.generation)
+        if session.is_target:
             seat = (session.target, worker, session.generation)
             # What is taken over is never written to, nor what comes to be at the boundary.
             world = World(context.recipe, *seat, device, kept=None if rehearses else Kept())

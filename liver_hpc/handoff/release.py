@@ -19,7 +19,7 @@ def release(session: Session, target: Target, source: World | None) -> None:
         else:
             source.close(spared=target.world.taken)
             target.world.taken = frozenset()
-    session.context.device.return_free_memory()
+    session.context.device.end_beside(session.generation)
     context, process = session.context, psutil.Process()
     context.send(
         Released(

@@ -302,4 +302,7 @@ class WorldHolder:
         else:
             for world in worlds.values():
                 world.abandon(written_to=True)
-        device.return_free_memory()
+        if session is None:
+            device.return_free_memory()
+        else:
+            device.end_beside(session.generation)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from liver_hpc.checkpoint.parts import restore
 from liver_hpc.checkpoint.saving import YIELDS_S
-from liver_hpc.clock import Deadline
+from liver_hpc.clock import Deadline, poll_until
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.handoff.beside import Beside
 from liver_hpc.handoff.crossing import Crossed, Crossing
@@ -110,7 +110,7 @@ class Trainer(WorldHolder):
         prepared, session.prepared = session.prepared, None
         if prepared is not None and not prepared.drop():
             raise LiverError(f"generation {session.generation} still writes to its memory here")
-        self._context.device.return_free_memory()
+        self._context.device.end_beside(session.generation)
         worker, generation = self._context.worker, session.generation
         self._context.send(m.Aborted(worker=worker, generation=generation))
 
@@ -145,7 +145,7 @@ class Trainer(WorldHolder):
         while self.step < self._last:
             world = self._world
             assert world is not None, "train without a world"
-            started_s, before = self._step_begins_s, self.session
+            started_s = self._step_begins_s
             with self._verification(world):
                 self._snapshots.begin(world, self.step)
                 gradients = world.forward_backward(self.step)
@@ -161,7 +161,7 @@ class Trainer(WorldHolder):
             snapshot = self._snapshots.flag(self.step + 1, clock.now_s() - started_s)
             flags = Flags(ready, self._stop.is_set(), *snapshot, self._saving.wants())
             result = world.agree(gradients, update, flags)
-            self._context.device.step_ended(alone=before is None and self.session is None)
+            self._context.device.step_ended()
             ended_s = self._step_begins_s = clock.now_s()
             self.step += 1
             members, boundary = world.rank_map.layout.workers, self.step
@@ -315,7 +315,8 @@ class Trainer(WorldHolder):
 
     def _source_of(self, session: Session) -> World | None:
         """Waits for the source world, which may still be built here, at the start or after an
-        ABORT. None on a joiner."""
+        ABORT; where the target is to have memory beside it, also until a step of it has told how
+        much there is, in half of PREPARE's time. None on a joiner. Raises DeadlineError."""
         if not session.is_source:
             return None
         limit_s, clock = self._limits.prepare_s, self._context.clock
@@ -323,7 +324,13 @@ class Trainer(WorldHolder):
         while not self._stands.wait(min(_LOOKS_S, deadline.remaining_s())):
             session.check()
             deadline.check()
-        session.check()
+
+        def has_told() -> bool:
+            session.check()
+            return not session.is_target or self._context.device.knows_a_step()
+
+        what = "a step beside which no other world has memory"
+        poll_until(has_told, Deadline.after(clock, limit_s / 2, what), _LOOKS_S)
         return self._world
 
     def _drop(self, session: Session) -> None:
@@ -337,7 +344,7 @@ class Trainer(WorldHolder):
                     session.preparing.join(self._limits.prepare_s)
                 if session.prepared is not None:
                     session.prepared.drop()
-                self._context.device.return_free_memory()
+                self._context.device.end_beside(session.generation)
             except FAILURES as error:
                 why = f"{type(error).__name__}: {error}"
                 self._fail(session.generation, "what PREPARE made cannot be let go", why)
@@ -450,12 +457,12 @@ class Trainer(WorldHolder):
             self._abandoned = NO_WORLD
         self._step_begins_s = self._context.clock.now_s()
         self._forget(session)
-        quiet_thread(self._give_back, "give back")
+        quiet_thread(partial(self._give_back, session.generation), "give back")
 
-    def _give_back(self) -> None:
+    def _give_back(self, generation: int) -> None:
         """What the target had, beside training."""
         self._context.device.enter()
-        self._context.device.return_free_memory()
+        self._context.device.end_beside(generation)
 
     def _rebuild(
         self, rank_map: RankMap, generation: int, held: WorldState, scalars: m.ScalarState

@@ -92,10 +92,12 @@ class Device:
     )
     _peak_bytes: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
     """Of the last step beside which there was nothing else; empty before one."""
-    _begun_anew: threading.Event = field(
+    _beside: set[int] = field(default_factory=set, init=False, repr=False, compare=False)
+    """The attempts, by generation, that have memory beside the world that trains."""
+    _disturbed: threading.Event = field(
         default_factory=threading.Event, init=False, repr=False, compare=False
     )
-    """Whether the count of this step's peak has begun in the middle of it."""
+    """Whether the peak that is counted is not that of the step alone, or not of all of it."""
 
     _asked: threading.Lock = field(
         default_factory=threading.Lock, init=False, repr=False, compare=False
@@ -175,19 +177,39 @@ class Device:
             return pinned_memory(num_bytes)
         return plain_memory(num_bytes)
 
-    def step_ended(self, alone: bool) -> None:
-        """Of the world that trains. alone: this process had no part of another one meanwhile."""
-        self._unpark()
-        if self.torch_device.type == "cuda":
-            if alone and not self._parked and not self._begun_anew.is_set():
-                self._peak_bytes[:] = [torch.cuda.max_memory_allocated(self.torch_device)]
-            self._begun_anew.clear()
-            if self._peak_bytes:  # else it is all that is known, if too much
-                torch.cuda.reset_peak_memory_stats(self.torch_device)
-
     def world_begins(self) -> None:
         """Another one trains from now on."""
         self._peak_bytes.clear()
+        self._step_begins()
+
+    def step_ended(self) -> None:
+        """Of the world that trains."""
+        self._unpark()
+        if self.torch_device.type == "cuda" and not self._disturbed.is_set():
+            self._peak_bytes[:] = [torch.cuda.max_memory_allocated(self.torch_device)]
+        self._step_begins()
+
+    def _step_begins(self) -> None:
+        if self.torch_device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.torch_device)
+        self._disturbed.clear()
+        if self._beside or self._parked:
+            self._disturbed.set()
+
+    def knows_a_step(self) -> bool:
+        """Whether a step of the world that trains has ended beside which there was nothing else: by
+        its peak `room` goes. True where the device does not tell."""
+        return self.torch_device.type != "cuda" or bool(self._peak_bytes)
+
+    def begin_beside(self, generation: int) -> None:
+        """An attempt takes memory beside the world that trains, until `end_beside`."""
+        self._beside.add(generation)
+        self._disturbed.set()
+
+    def end_beside(self, generation: int) -> None:
+        """All that the attempt had is let go, or the source's is: gives it back."""
+        self.return_free_memory()
+        self._beside.discard(generation)
 
     def room(self) -> Room | None:
         """What there is beside the world that trains; None where the device does not tell."""
@@ -222,7 +244,7 @@ class Device:
         if self.torch_device.type == "cuda" and not self._parked:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.torch_device)  # it was that of two worlds
-            self._begun_anew.set()
+            self._disturbed.set()
         with contextlib.suppress(OSError, AttributeError):  # another libc: nothing to trim
             ctypes.CDLL("libc.so.6").malloc_trim(0)
 

@@ -534,6 +534,37 @@ def test_a_world_that_has_no_room_is_not_built(run: LateRun, bounded: bool, when
     run.check(TP.workers)
 
 
+@pytest.mark.parametrize("after_s", [0.5, 60.0])
+def test_the_target_is_built_once_a_step_has_told_what_training_takes(
+    after_s: float, run: LateRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which those do not that end while another attempt's memory is let go."""
+    told, known_then = threading.Event(), dict[int, bool]()
+
+    def begin_beside(device: LateDevice, generation: int) -> None:
+        known_then[device.worker] = told.is_set()
+        Device.begin_beside(device, generation)
+
+    monkeypatch.setattr(LateDevice, "knows_a_step", lambda device: told.is_set(), raising=False)
+    monkeypatch.setattr(LateDevice, "begin_beside", begin_beside, raising=False)
+    run._store.set_timeout(timedelta(seconds=5))  # the joiner waits meanwhile
+    timer = threading.Timer(after_s, told.set)
+    timer.start()
+    run.begin()
+    ended = run.hand_off(MOVED)
+    timer.cancel()
+    # Who leaves builds nothing, and who joins does not train.
+    if after_s < 1.0:
+        assert ended.outcome == "completed", ended.detail
+        assert known_then[1]
+        run.check(MOVED.workers)
+    else:
+        assert ended.outcome == "aborted"
+        assert "waited 2.5 s for a step beside which no other world has memory" in ended.detail
+        assert 1 not in known_then
+        run.check(TP.workers)
+
+
 def test_a_rehearsal_takes_as_much_as_a_step(run: LateRun) -> None:
     run.rooms[1] = Room(free_bytes=1 << 30, peak_bytes=1 << 40)
     run.begin()

@@ -20,13 +20,13 @@ def test_who_meets_one_that_is_gone_is_not_waited_for() -> None:
     holder._limits = SimpleNamespace(prepare_s=30.0, heartbeat_s=0.2)
     holder._stands = threading.Event()
     holder._world = holder._making = holder._refilling = None
-    device = SimpleNamespace(late=False, return_free_memory=lambda: told.append("freed"))
+    device = SimpleNamespace(late=False, end_beside=told.append)
     holder._context = SimpleNamespace(device=device)
     began_s = time.monotonic()
     holder._clear_all()
     assert time.monotonic() - began_s < 5.0
     assert preparing.is_alive()
-    assert told == ["freed"]
+    assert told == [4], "what the attempt had is given back"
     assert holder.session is None
     over.set()
     preparing.join(10.0)

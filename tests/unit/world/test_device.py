@@ -172,11 +172,9 @@ def test_what_the_device_may_still_write_to_is_kept_until_it_has_ended(
     assert emptied == [True], "it is let go before CUDA is asked"
 
 
-def test_what_a_step_takes_is_told_by_steps_beside_which_there_was_nothing_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A target world that was called off must not count as what training needs: the next one would
-    be refused for lack of room."""
+@pytest.fixture
+def most(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes that a GPU has had in use since its count began."""
     most = [0]
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (40, 100))
@@ -185,25 +183,76 @@ def test_what_a_step_takes_is_told_by_steps_beside_which_there_was_nothing_else(
     monkeypatch.setattr(
         torch.cuda, "reset_peak_memory_stats", lambda _device: most.__setitem__(0, 0)
     )
+    return most
+
+
+def test_what_a_step_takes_is_told_by_steps_beside_which_there_was_nothing_else(
+    most: list[int],
+) -> None:
+    """A target world that was called off must not count as what training needs: the next one would
+    be refused for lack of room."""
     device = Device(torch.device("cuda", 0))
 
-    def step(num_bytes: int, alone: bool) -> Room | None:
-        most[0] = num_bytes
-        device.step_ended(alone)
+    def step(num_bytes: int) -> Room | None:
+        most[0] = max(most[0], num_bytes)
+        device.step_ended()
         return device.room()
 
     most[0] = 25
-    assert device.room() == Room(65, 25), "before the first step's end"
-    assert step(30, alone=True) == Room(60, 30)
-    assert step(80, alone=False) == Room(60, 30)
-    assert step(32, alone=True) == Room(58, 32)
-    device.return_free_memory()  # in the middle of the next step, whose peak may be over
-    assert step(5, alone=True) == Room(58, 32)
-    assert step(32, alone=True) == Room(58, 32)
+    assert device.room() == Room(65, 25), "a joiner's, which does not train"
     device.world_begins()
-    assert step(80, alone=False) == Room(10, 80), "rather too much than nothing"
-    step(80, alone=True)
-    assert step(32, alone=True) == Room(58, 32)
+    assert step(30) == Room(60, 30)
+    device.begin_beside(7)
+    assert step(80) == Room(60, 30)
+    device.step_ended()
+    device.end_beside(7)  # in the middle of the next step, whose peak may be over
+    assert step(5) == Room(60, 30)
+    assert step(32) == Room(58, 32)
+    device.return_free_memory()
+    assert step(5) == Room(58, 32)
+    assert step(31) == Room(59, 31)
+
+
+def test_a_world_s_first_steps_beside_the_release_of_another_tell_nothing(most: list[int]) -> None:
+    """An attempt at once would go by the beginning of a step, before its activations, or by two
+    worlds' memory."""
+    device = Device(torch.device("cuda", 0))
+    device.begin_beside(2)
+    device.world_begins()
+    for num_bytes in (80, 80):
+        most[0] = num_bytes
+        device.step_ended()
+        assert not device.knows_a_step(), "the source is still let go"
+    device.end_beside(2)
+    most[0] = 5
+    assert not device.knows_a_step()
+    device.step_ended()
+    assert not device.knows_a_step(), "the end of a step alone"
+    most[0] = 32
+    device.step_ended()
+    assert device.knows_a_step()
+    assert device.room() == Room(58, 32)
+
+
+def test_what_the_device_still_writes_to_is_beside_the_steps_until_it_has_ended(
+    most: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+    lane = SimpleNamespace(mark=lambda: ended.is_set)
+    monkeypatch.setattr("liver_hpc.world.device.own_lane", lambda _device: lane)
+    device = Device(torch.device("cuda", 0))
+    device.world_begins()
+    device.begin_beside(2)
+    device.park(object())
+    device.end_beside(2)
+    device.step_ended()
+    most[0] = 80
+    ended.set()
+    device.step_ended()
+    assert not device.knows_a_step()
+    most[0] = 32
+    device.step_ended()
+    assert device.room() == Room(58, 32)
 
 
 class Driver:
