@@ -42,6 +42,9 @@ _SIGNED = 32
 """TCP_MD5SIG_EXT: packets of the named peers have to be signed under a key."""
 _KEY_BYTES = 80
 
+_TRIES = 10
+"""So many times in a row somebody else begins to listen in the moment in which gloo does."""
+
 _listening = threading.Lock()
 _log = logging.getLogger(__name__)
 
@@ -72,13 +75,24 @@ class Watch:
         self._threads: set[str] = set()
 
     def listen(self, create: Callable[[], list[Any]]) -> list[Any]:
-        """gloo's devices as `create` makes them, each of which listens at a port of its own."""
-        with _listening:
-            before, threads = _sockets(), set(os.listdir(_THREADS))
-            devices = create()
-            self._listeners = _listeners(_sockets() - before)
-            self._threads = set(os.listdir(_THREADS)) - threads
-        return devices
+        """gloo's devices as `create` makes them, each of which listens at a port of its own.
+
+        Where another thread, such as one of NCCL's, began to listen meanwhile, nobody tells whose
+        port is whose, and others are made. Raises TransferError where that is so again and again.
+        """
+        for _ in range(_TRIES):
+            with _listening:
+                before, threads = _sockets(), set(os.listdir(_THREADS))
+                devices = create()
+                self._listeners = _listeners(_sockets() - before)
+                self._threads = set(os.listdir(_THREADS)) - threads
+            if len(self._listeners) == len(devices):
+                return devices
+            del devices  # which ends their ports
+        raise TransferError(
+            f"{len(self._listeners)} sockets of this process began to listen as gloo opened its "
+            f"own, {_TRIES} times in a row: its ports are not told from others'"
+        )
 
     def prove(
         self,

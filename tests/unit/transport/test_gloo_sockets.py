@@ -160,6 +160,40 @@ def test_nobody_comes_in_once_the_group_has_met(strangers: Strangers) -> None:
     assert in_two_threads(lambda w: reduced(backends[w])) == [2.0, 2.0]
 
 
+class Beside(Network):
+    """Another thread, as NCCL's may, begins to listen while gloo does: so many times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__(CPU, "127.0.0.1")
+        self.others: list[socket.socket] = []
+        self._times = times
+
+    def _new_gloo_devices(self) -> list[Any]:
+        if len(self.others) < self._times:
+            self.others.append(socket.create_server(("127.0.0.1", 0)))
+        return super()._new_gloo_devices()
+
+
+def test_what_another_thread_listens_at_meanwhile_is_not_taken_for_gloo_s() -> None:
+    """Else it would be locked, and NCCL's members did not come in."""
+    networks, store = [Beside(times=1) for _ in range(2)], dist.HashStore()
+    backends = in_two_threads(lambda w: networks[w].open_backend(store, w, 2, 10.0))
+    assert in_two_threads(lambda w: reduced(backends[w])) == [2.0, 2.0]
+    for network in networks:
+        (other,) = network.others
+        with other, socket.create_connection(other.getsockname(), timeout=2.0):
+            pass
+
+
+def test_who_never_tells_gloo_s_ports_from_others_says_so() -> None:
+    network, watch, before = Beside(times=100), gloo_sockets.Watch(), _listening()
+    with pytest.raises(TransferError, match="2 sockets of this process began to listen as gloo"):
+        watch.listen(network._new_gloo_devices)
+    for other in network.others:
+        other.close()
+    assert _listening() == before, "the devices are closed"
+
+
 def test_who_waits_for_a_silent_member_as_they_connect_hears_that_it_is_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
