@@ -125,7 +125,8 @@ def forsaken(play: Play) -> None:
         if here != where:
             since_s, where = play.now_s, here
         trains = run.state is RunState.TRAINING
-        wait_s = max(LONGEST_WAIT_S, run.handoffs.limit_s)  # longer where steps are
+        # Longer where steps are.
+        wait_s = max(LONGEST_WAIT_S, run.handoffs.limit_s, run.stops_within_s)
         assert trains or play.now_s - since_s <= 2 * wait_s, f"waits for ever: {where}"
         play.now_s += wait_s
         play.feed(e.Tick())
