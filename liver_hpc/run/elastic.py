@@ -43,7 +43,8 @@ class ElasticPolicy:
     """The nodes at hand, the queue of requests, and what was learnt.
 
     drained: nodes that operators have drained, or the policy for them, held or not, each with the
-    warning that held before and holds again once the drain is undone.
+    warning that held before and holds again once the drain is undone. burst_over: why no burst
+    nodes come any more; empty while they may.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class ElasticPolicy:
     ) -> None:
         self.queue, self.nodes, self.estimates, self.notices = parts
         self.drained: dict[str, NodeWarned | None] = {}
+        self.burst_over = ""
         self._config = config
         self._clock = clock
         self.handoffs = handoffs
@@ -178,7 +180,7 @@ class ElasticPolicy:
         """Those of the burst nodes that may be held besides the usable ones."""
         cluster = self._config.cluster
         burst = cluster.slurm.burst
-        if burst is None:
+        if burst is None or self.burst_over:
             return 0
         held = sum(node.slots or 0 for node in self.nodes.usable() if node.burst)
         return max(0, burst.max_nodes * cluster.slots(burst) - held)

@@ -86,6 +86,14 @@ class PoolNote:
     text: str
 
 
+@dataclass(frozen=True)
+class BurstOver:
+    """No burst nodes are asked for any more, for this reason: none come but those that are held.
+    Another coordinator's pool tells it again."""
+
+    reason: str
+
+
 # ---- a start, and its end
 
 
@@ -339,7 +347,7 @@ class SaidTogether:
     numbers: tuple[int, ...]
 
 
-PoolEvent = NodeGranted | NodeWarned | NodeGone | EndNear | PoolNote
+PoolEvent = NodeGranted | NodeWarned | NodeGone | EndNear | PoolNote | BurstOver
 Event = (
     FromWorker
     | SaidTogether

@@ -222,11 +222,12 @@ class Lifecycle:
         goes_on = self._goes_on and in_vain < MOST_STARTS_IN_VAIN
         again = goes_on and cluster.kind == "slurm" and cluster.slurm.requeue
         times = f", {in_vain} times in a row" if in_vain > 1 else ""
+        over = f"; no burst nodes: {elastic.burst_over}" if elastic.burst_over else ""
         self._in_vain = in_vain if again else 0
         self._end(
             Ending.REQUEUE if again else Ending.FAILED,
             f"{TOO_FEW_NODES}{', '.join(map(str, layouts))}{times}, and none to come that are "
-            f"enough; held: {elastic.nodes.describe()}",
+            f"enough{over}; held: {elastic.nodes.describe()}",
         )
 
     def _begin(self) -> None:

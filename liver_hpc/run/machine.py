@@ -125,6 +125,9 @@ class Run(Lifecycle):
         if not self._launch_first():
             self._note(f"waiting for nodes; held: {self.elastic.nodes.describe()}")
 
+    def _took_over(self, event: e.TookOver) -> None:
+        self.elastic.burst_over = ""  # until the pool of this coordinator says so, too
+
     def _regained(self, event: e.Regained) -> None:
         absent_s = self._clock.present.goes_on()
         self._note(f"another coordinator has taken over; there was none for {absent_s:.1f} s")
@@ -350,6 +353,10 @@ class Run(Lifecycle):
             if self.agents.leave(worker):  # what else is heard of it is heard too late
                 self._lost(worker, f"its {reason}")
 
+    def _burst_over(self, event: e.BurstOver) -> None:
+        self.elastic.burst_over = event.reason
+        self._note(f"no burst nodes will be asked for: {event.reason}")
+
     def _node_straggles(self, event: e.NodeStraggles) -> None:
         """Of a world that trains; a node that is gone by now straggles no more."""
         if self._state is TRAINING and self.world is not None and event.node in self.elastic.nodes:
@@ -485,7 +492,7 @@ _TABLE: dict[tuple[RunState, type], Handler] = {
     **_in(
         OPEN,
         {
-            e.TookOver: lambda run, event: None,
+            e.TookOver: Run._took_over,
             e.Regained: Run._regained,
             e.StoodStill: Run._stood_still,
             e.NodeGranted: Run._node_granted,
@@ -493,6 +500,7 @@ _TABLE: dict[tuple[RunState, type], Handler] = {
             e.NodeGone: Run._node_gone,
             e.EndNear: Run._end_near,
             e.PoolNote: lambda run, event: run._note(event.text),
+            e.BurstOver: Run._burst_over,
             e.AgentMet: lambda run, met: run._out.append(run.agents.meet(met.agent, met.workers)),
             e.AgentListens: lambda run, event: run.agents.listens(event.agent),
             e.AgentEnded: Run._agent_ended,

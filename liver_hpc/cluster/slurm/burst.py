@@ -100,6 +100,17 @@ class BurstPolicy:
         cap = self._config.node_hours
         return cap is not None and self.node_hours >= cap
 
+    @property
+    def over(self) -> str:
+        """Why no more nodes come: no request stands, and none would fit into the cap; else empty.
+        What was used of it never becomes less."""
+        time_min = self._time_min(min(self._config.nodes_per_request, self._config.max_nodes))
+        if self.pending or time_min >= self._shortest_min:
+            return ""
+        cap = self._config.node_hours
+        used = "" if cap is None else f"{self.node_hours:.2f} of {cap:g} node hours are used, and "
+        return f"{used}{max(0, time_min)} min are too short for an allocation"
+
     def to_submit(self) -> list[Request]:
         """Requests to be made now."""
         now_s = self._clock.now_s()

@@ -19,7 +19,7 @@ from liver_hpc.cluster.slurm.replies import JobInfo
 from liver_hpc.cluster.slurm.squeue import Squeue
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.run.events import PoolEvent, PoolNote
+from liver_hpc.run.events import BurstOver, PoolEvent, PoolNote
 
 _ANSWER_S = 2.5
 """How long a warning may wait for Slurm's word before the worst is assumed."""
@@ -59,7 +59,7 @@ class SlurmPool(NodePool):
         self._own = own
         self._clock = clock
         self._burst = BurstJobs(config, commands, run_directory, clock, self._note)
-        self._asks = False  # for burst nodes
+        self._asks = self._is_over = False  # for burst nodes; told that none will be asked for
         self._lock = threading.RLock()  # of the holdings, and so of the order of what is told
         self._holdings = Holdings(self._slurm.end_window_s, _KILL_WAIT_S)
         self._warnings: queue.SimpleQueue[_Warning | None] = queue.SimpleQueue()
@@ -88,7 +88,9 @@ class SlurmPool(NodePool):
                     self._enter_known(held, adopt if is_known else None)
                 self._asks = True
             except (LiverError, OSError) as error:
-                self._note(f"no burst nodes will be asked for: {error}")
+                self._tell(BurstOver(str(error)))
+            if adopt is None:  # else requests may stand that are found once Slurm is asked
+                self._tell_if_over()
         watch = partial(self._watch, at_once=adopt is not None)
         for target, name in ((watch, "slurm-pool"), (self._explain, "slurm-warnings")):
             thread = threading.Thread(target=target, name=name, daemon=True)
@@ -258,6 +260,13 @@ class SlurmPool(NodePool):
             with self._lock:
                 self._tell_all(self._holdings.spent(now_s, now_s + self._drain_window_s))
         self._burst.act()
+        self._tell_if_over()
+
+    def _tell_if_over(self) -> None:
+        """Once."""
+        if self._asks and not self._is_over and (why := self._burst.policy.over):
+            self._is_over = True
+            self._tell(BurstOver(why))
 
     # ---- the explaining thread
 

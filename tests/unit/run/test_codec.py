@@ -94,6 +94,7 @@ EVENTS: list[e.Event] = [
     NodeGone("n1", "it is down"),
     EndNear("time limit", 1.1, 2.2),
     PoolNote("the controller is away: \N{SNOWMAN}"),
+    e.BurstOver("2.00 of 2 node hours are used up"),
     e.HeldUp((1, 3), "no step for 61 s"),
     m.Hello(worker=0, pid=1, host="h", booted_s=1.5, boot_timings_s={"import": 0.1}),
     STEP,

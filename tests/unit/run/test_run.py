@@ -515,6 +515,32 @@ def test_a_start_with_nodes_for_no_layout_waits_for_burst_nodes() -> None:
     assert play.run.state is RunState.TRAINING
 
 
+def test_a_start_does_not_wait_for_burst_nodes_that_nobody_asks_for_any_more() -> None:
+    """Nor is it queued again for them for ever."""
+    ends: list[End] = []
+    for in_vain in range(MOST_STARTS_IN_VAIN):
+        play = on_one_node(burst=1, in_vain=in_vain)
+        play.feed(e.BurstOver("2.00 of 2 node hours are used"))
+        wait_for_nodes(play)
+        replays(play)
+        assert play.run.ending is not None
+        ends.append(play.run.ending)
+    assert [each.state for each in ends] == [*[Ending.REQUEUE] * 2, Ending.FAILED]
+    assert "no burst nodes: 2.00 of 2 node hours are used; held: n1" in ends[-1].reason
+
+
+def test_burst_nodes_may_come_again_after_a_take_over_until_its_pool_says_no() -> None:
+    play = on_one_node(burst=1)
+    play.feed(e.BurstOver("the disk is full"))
+    play.feed(e.TookOver(2, 7, "h"))
+    play.feed(e.Regained())
+    wait_for_nodes(play)
+    assert play.run.ending is None
+    play.feed(e.BurstOver("the disk is full"))
+    wait_for_nodes(play)
+    assert play.run.ending is not None
+
+
 def test_burst_nodes_that_are_not_enough_are_not_waited_for() -> None:
     play = on_one_node(burst=1)
     play.withdraw("n1", "it is down")

@@ -132,5 +132,20 @@ def test_the_cap_bounds_requests_and_ends_what_is_held(clock: FakeClock) -> None
     assert burst.node_hours == pytest.approx(3.0)  # one of them was given back
 
 
+def test_nothing_comes_once_what_is_left_of_the_cap_is_too_short(clock: FakeClock) -> None:
+    """It is never used up to the last minute: allocations end before."""
+    burst = policy(clock, node_hours=1.0)
+    burst.submitted("1", 1)
+    clock.advance(3590.0)
+    burst.granted("1", 1)
+    burst.submitted("2", 1)
+    clock.advance(3590.0)
+    assert burst.over == "", "the second request stands"
+    burst.ended("2", by_us=True)
+    assert not burst.exhausted
+    assert burst.over == "1.00 of 1 node hours are used, and 0 min are too short for an allocation"
+    assert policy(clock).over == ""
+
+
 def test_what_earlier_lives_used_counts(clock: FakeClock) -> None:
     assert policy(clock, spent=2.0, node_hours=2.0, min_nodes=1).to_submit() == []

@@ -14,9 +14,17 @@ from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.holdings import Allocation
 from liver_hpc.cluster.slurm.pool import SlurmPool
+from liver_hpc.cluster.slurm.script import BURST_SCRIPT
 from liver_hpc.cluster.slurm.squeue import Squeue
 from liver_hpc.config.schema import RunConfig
-from liver_hpc.run.events import NodeGone, NodeGranted, NodeWarned, PoolEvent, PoolNote
+from liver_hpc.run.events import (
+    BurstOver,
+    NodeGone,
+    NodeGranted,
+    NodeWarned,
+    PoolEvent,
+    PoolNote,
+)
 from tests.slurm_answers import Answer
 
 BURST = {"partition": "preempt", "max_nodes": 2, "backoff_s": 60.0}
@@ -32,7 +40,7 @@ def own() -> list[Allocation]:
 
 
 class Controller:
-    """squeue lists `jobs`; what else is asked succeeds and says nothing, or `says`."""
+    """squeue lists `jobs`, none by its name; else it succeeds and says nothing, or `says`."""
 
     def __init__(self) -> None:
         self.jobs = {n: f"{n}|1+{n - 1}|RUNNING|None|9999999999|n{n}|run" for n in (1, 2, 3)}
@@ -49,15 +57,19 @@ class Controller:
         if words[0] != "squeue":
             return Answer(0, self.says.get(words[0], ""))
         self.hold()
+        if any(word.startswith("--name") for word in words):
+            return Answer(0, "")
         return Answer(0, "".join(f"{line}\n" for line in self.jobs.values()))
 
 
 class Watched:
     """A pool and what it has told."""
 
-    def __init__(self, run_directory: Path, controller: Controller, poll_s: float) -> None:
+    def __init__(
+        self, run_directory: Path, controller: Controller, poll_s: float, **burst: float
+    ) -> None:
         components = [{"name": name} for name in NAMES]
-        slurm = {"components": components, "burst": BURST, "poll_s": poll_s}
+        slurm = {"components": components, "burst": BURST | burst, "poll_s": poll_s}
         config = RunConfig.model_validate(
             {
                 "data": {"text": "python-stdlib"},
@@ -222,3 +234,52 @@ def test_a_burst_job_on_a_node_that_is_held_already_goes_back(
     assert "burst job 9 goes back: n2 held already" in watched.notes()
     assert [e.node.name for e in watched.told if isinstance(e, NodeGranted)] == ["n1", "n2", "n3"]
     assert [words[0] for words in controller.asked].count("sbatch") == 1, "no back-off"
+
+
+@pytest.mark.parametrize("adopts", [False, True])
+def test_that_no_burst_nodes_are_asked_for_any_more_is_told_once(
+    adopts: bool, tmp_path: Path, controller: Controller
+) -> None:
+    """At a start that finds the cap used up, before its first launch is allowed."""
+    (tmp_path / "burst.json").write_text(json.dumps({"job_name": "b", "node_hours": 2.0}))
+    watched = Watched(tmp_path, controller, 0.05, node_hours=2.0)
+    known = {"n1": None, "n2": None, "n3": None} if adopts else None
+    watched.pool.start(watched.told.append, known)
+    try:
+        told = lambda: [each for each in watched.told if isinstance(each, BurstOver)]  # noqa: E731
+        assert adopts or told()
+        asked = len(controller.asked)
+        watched.until(lambda: len(controller.asked) > asked + 5, "some polls")
+        (over,) = told()
+        assert "2.00 of 2 node hours are used" in over.reason
+    finally:
+        controller.jobs.clear()
+        watched.pool.close()
+
+
+def test_a_cap_that_is_used_up_later_is_told_then(tmp_path: Path, controller: Controller) -> None:
+    watched = Watched(tmp_path, controller, 0.05, node_hours=2.0)
+    watched.pool.start(watched.told.append)
+    try:
+        asked = len(controller.asked)
+        watched.until(lambda: len(controller.asked) > asked + 3, "some polls")
+        assert BurstOver not in map(type, watched.told)
+        watched.pool._burst.policy.spent_node_hours = 2.0
+        watched.until(lambda: BurstOver in map(type, watched.told), "its end")
+    finally:
+        controller.jobs.clear()
+        watched.pool.close()
+
+
+def test_where_burst_requests_cannot_be_made_ready_none_will_be_made(
+    tmp_path: Path, controller: Controller
+) -> None:
+    (tmp_path / BURST_SCRIPT).mkdir()  # where the requests' script would be
+    watched = Watched(tmp_path, controller, 600.0)
+    watched.pool.start(watched.told.append)
+    try:
+        (over,) = (each for each in watched.told if isinstance(each, BurstOver))
+        assert BURST_SCRIPT in over.reason
+    finally:
+        controller.jobs.clear()
+        watched.pool.close()
