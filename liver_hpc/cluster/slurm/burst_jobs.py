@@ -167,7 +167,9 @@ class BurstJobs:
 
     def observe(self, jobs: Mapping[str, JobInfo]) -> list[Allocation]:
         """Takes in an answer about all pending requests; what was granted."""
-        if self._clock.now_s() < self._unsure_until_s:
+        now_s = self._clock.now_s()
+        self._unsure_until_s = min(self._unsure_until_s, now_s + _LATE_S)
+        if now_s < self._unsure_until_s:
             jobs = {**jobs, **self._adopt()}
         granted = []
         for job in list(self.policy.pending):
@@ -214,7 +216,8 @@ class BurstJobs:
         return found
 
     def _may_come_late(self) -> None:
-        self._unsure_until_s = self._clock.now_s() + _LATE_S
+        """For a while after Slurm answers again, however long it is silent."""
+        self._unsure_until_s = math.inf
 
     def ended(self, job: str, by_us: bool) -> None:
         """An allocation is no more; one that was no burst allocation is nothing here."""

@@ -76,6 +76,30 @@ def test_a_request_whose_answer_was_lost_is_found_by_its_name(
     assert [words[0] for words in cluster.asked].count("sbatch") == 1
 
 
+def test_a_request_is_found_by_its_name_however_long_slurm_was_silent(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """As while one controller takes over from another; and so by the next coordinator."""
+    clock = FakeClock()
+    first = burst_jobs(cluster, clock, tmp_path)
+    first.open(adopt=False)
+    first.policy.want(1)
+    cluster.answers["sbatch"] = TimeoutExpired("slurm", 5.0)
+    with pytest.raises(ControllerUnreachable):
+        first.act()
+    clock.advance(300.0)
+    first.save()
+    second = burst_jobs(cluster, clock, tmp_path)
+    second.open(adopt=True)
+    clock.advance(300.0)
+    cluster.answers["squeue"] = Answer(0, "7|7|RUNNING|None|9999|n4|burst\n")
+    for each in (first, second):
+        assert [granted.job for granted in each.observe({})] == ["7"]
+    cluster.answers["squeue"] = Answer(0, "")
+    for each in (first, second):
+        each.close()
+
+
 def test_a_request_that_slurm_carries_out_late_is_found_too(
     cluster: Cluster, jobs: BurstJobs
 ) -> None:
