@@ -132,14 +132,15 @@ class HostedCoordinator:
         said = b""
         with contextlib.suppress(OSError):
             said = line.recv(_MOST_SAID_BYTES, socket.MSG_DONTWAIT)
-        if line is not self._line:
-            return  # a handler has heard its end
         if not said:
-            self._child_ended()
+            if line is self._line:
+                self._child_ended()
             return
         words = json.loads(said)
         if "outcome" in words:
             self.outcome = Outcome(**words["outcome"])
+        elif line is not self._line:
+            return  # a handler has heard its end
         elif "superseded" in words:
             self.is_superseded = True
         else:

@@ -21,7 +21,7 @@ from liver_hpc.cli.launch import CoordinatorJob, JobSignals, coordinate_here, co
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.slurm.run_job import OwnJob
 from liver_hpc.coordinator.connections import Control, Inbox
-from liver_hpc.coordinator.hosting import MOST_KILLED_IN_VAIN, HostedCoordinator
+from liver_hpc.coordinator.hosting import MOST_KILLED_IN_VAIN, HostedCoordinator, _told
 from liver_hpc.errors import LiverError
 from liver_hpc.run.directory import RunDirectory, create_run_directory
 from liver_hpc.run.epoch import Superseded, claim_epoch, newest_epoch
@@ -463,6 +463,20 @@ def test_an_outcome_is_known_while_its_metrics_are_written(
     assert (hosted.outcome.state, hosted.outcome.step) == ("stopped", 7)
     os.kill(hosted._pid, signal.SIGKILL)
     hosted.wait(LIMIT_S)
+
+
+def test_a_last_word_counts_though_a_handler_hears_the_end_before_it_is_read(asked: Path) -> None:
+    hosted, ended = HostedCoordinator(a_run(requeue=False).path), Outcome("stopped", "so", 3)
+
+    class Line:
+        def recv(self, size: int, flags: int) -> bytes:
+            hosted._line = None
+            return _told(ended)
+
+    line: Any = Line()
+    hosted._line = line
+    hosted._hear(line)
+    assert hosted.outcome == ended
 
 
 def test_a_coordinator_that_waits_for_a_disk_is_left_to_go_on(
