@@ -167,10 +167,9 @@ class BurstJobs:
 
     def observe(self, jobs: Mapping[str, JobInfo]) -> list[Allocation]:
         """Takes in an answer about all pending requests; what was granted."""
-        now_s = self._clock.now_s()
-        self._unsure_until_s = min(self._unsure_until_s, now_s + _LATE_S)
-        if now_s < self._unsure_until_s:
+        if (now_s := self._clock.now_s()) < self._unsure_until_s:
             jobs = {**jobs, **self._adopt()}
+            self._unsure_until_s = min(self._unsure_until_s, now_s + _LATE_S)
         granted = []
         for job in list(self.policy.pending):
             info = jobs.get(job)
