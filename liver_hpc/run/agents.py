@@ -66,9 +66,9 @@ class Agents:
 
     finished: workers that have done their last step; they may end when they like. exit_s: how long
     an agent may take to end. kept: joiners whose handoff was called off and that the next one may
-    have, each with the end of its stay. standby: so many of them stay for longer. lingering:
-    workers without a seat that stay with their snapshots, each with the end of that. agents_apart:
-    where the node has no name, as this machine, each agent's workers count as on one of their own.
+    have, each with the end of its stay. lingering: workers without a seat that stay with their
+    snapshots, each with the end of that. agents_apart: where the node has no name, as this machine,
+    each agent's workers count as on one of their own.
     """
 
     def __init__(
@@ -76,7 +76,6 @@ class Agents:
         deadlines: DeadlineSection,
         clock: Clock,
         out: list[a.Action],
-        standby: int = 0,
         agents_apart: bool = False,
     ) -> None:
         self.finished: set[int] = set()
@@ -84,7 +83,6 @@ class Agents:
         self.kept: dict[int, Deadline] = {}
         self.lingering: dict[int, Deadline] = {}
         self._keep_s = deadlines.boot_s
-        self._standby = standby
         self._agents_apart = agents_apart
         self._clearing: dict[int, Deadline] = {}  # who is kept once it has let its handoff go
         self._clock = clock
@@ -412,12 +410,11 @@ class Agents:
                     self._out.append(a.EndAgent(agent.name, reason))
                 self._retire(agent, 0.0)
 
-    def reap(self) -> list[int]:
-        """Ends what was kept for too long, and by force what did not go by itself; returns the
-        workers struck off here."""
-        for waiting, stay in ((self.kept, self._standby), (self._clearing, 0)):
-            over = [worker for worker, until in waiting.items() if until.expired()]
-            for worker in over[: max(0, len(waiting) - stay)]:
+    def reap(self, standbys: Container[int] = ()) -> list[int]:
+        """Ends what was kept for too long, but for `standbys`, and by force what did not go by
+        itself; returns the workers struck off here."""
+        for waiting, stay in ((self.kept, standbys), (self._clearing, ())):
+            for worker in [w for w, until in waiting.items() if until.expired() and w not in stay]:
                 self.let_go((worker,), str(waiting[worker].error()))
         for worker in [w for w, until in self.lingering.items() if until.expired()]:
             self.send((worker,), Exit(reason=str(self.lingering[worker].error())))

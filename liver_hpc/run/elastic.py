@@ -426,10 +426,12 @@ class ElasticPolicy:
         return max((layout.workers for layout in (best, *asked) if layout is not None), default=0)
 
     def _surplus(self, trains: RankMap) -> list[int]:
-        """Kept joiners of whom neither growth nor a request that waits has any use."""
+        """Kept joiners of whom neither growth nor a request that waits has any use, and that are
+        no standbys."""
         growth = self._most_workers() - len(trains.workers)
         useful = max(0, growth, *(each.joiners(trains) for each in self.queue.waiting))
-        return self.nodes.kept()[max(useful, self._config.workers.standby) :]
+        standbys = self.nodes.standbys()[: self._config.workers.standby]
+        return [worker for worker in self.nodes.kept()[useful:] if worker not in standbys]
 
     # ---- what is learnt
 

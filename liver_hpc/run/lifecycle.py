@@ -108,7 +108,6 @@ class Lifecycle:
             config.deadlines,
             self._clock.present,
             self._out,
-            config.workers.standby,
             agents_apart=workers_per_agent is not None,
         )
         self.recorder = RunRecorder(self._record, self._clock, self.agents.node_of)

@@ -441,7 +441,8 @@ class Run(Lifecycle):
             self.handoffs.tick()
             self.recoveries.tick()
             self._look_at_broken_off()
-        for worker in self.agents.reap():
+        standbys = self.elastic.nodes.standbys()[: self.config.workers.standby]
+        for worker in self.agents.reap(standbys):
             self._lost(worker, "did not end by itself")
         if self._state is ENDED or self._deadline is None or not self._deadline.expired():
             return

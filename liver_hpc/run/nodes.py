@@ -130,8 +130,15 @@ class HeldNodes(dict[str, HeldNode]):
 
     def kept(self) -> list[int]:
         """Kept joiners on usable nodes, in the order in which these are filled."""
-        order = {node.name: position for position, node in enumerate(self.usable())}
-        there = self.agents.workers_on(order, self.agents.spare(clearing=False))
+        return self._spare_on(self.usable(), clearing=False)
+
+    def standbys(self, clearing: bool = False) -> list[int]:
+        """Those of them that hold up no node, as it would be held without them, too."""
+        return self._spare_on(self._standby_nodes(), clearing)
+
+    def _spare_on(self, nodes: Iterable[Node], clearing: bool) -> list[int]:
+        order = {node.name: position for position, node in enumerate(nodes)}
+        there = self.agents.workers_on(order, self.agents.spare(clearing))
         return sorted(there, key=lambda worker: order[self.agents.node_of(worker)])
 
     def joiners(self, number: int) -> tuple[int, ...]:
@@ -172,12 +179,18 @@ class HeldNodes(dict[str, HeldNode]):
         )
 
     def standby_seats(self, most: int) -> list[Seat]:
-        """Places for up to so many spares, an agent for each, on nodes that are used without being
-        asked for and do not go back when they are idle."""
-        nodes = [node for node in self.usable() if node.automatic and not node.burst]
+        """Places for up to so many spares, an agent for each."""
         taken = self.agents.taken()
-        seats = (Seat(node.name, (slot,)) for node in nodes for slot in _open_slots(node, taken))
+        seats = (
+            Seat(node.name, (slot,))
+            for node in self._standby_nodes()
+            for slot in _open_slots(node, taken)
+        )
         return [*islice(seats, max(0, most))]
+
+    def _standby_nodes(self) -> list[Node]:
+        """Those that are used without being asked for, and do not go back when they are idle."""
+        return [node for node in self.usable() if node.automatic and not node.burst]
 
     def nodes_of(self, workers: Iterable[int], joiners: Iterable[int]) -> dict[int, int]:
         """The numbers of the nodes of workers, and of joiners, of whom some are to be launched, as

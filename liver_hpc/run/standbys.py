@@ -61,7 +61,7 @@ class Standbys:
         if now_s < max(self._not_before_s, self._nodes.granted_s + self._policy.settle_s):
             return
         spare = self._agents.spare(clearing=True)
-        missing = self._wanted - len(spare)
+        missing = self._wanted - len(self._nodes.standbys(clearing=True))
         seats = self._nodes.standby_seats(missing) if self._failures < MOST_FAILURES else []
         if seats:  # in the place of those that have left, or have got a seat
             self._rehearsed = {w: its for w, its in self._rehearsed.items() if w in spare}

@@ -13,7 +13,7 @@ from liver_hpc.run.standbys import MOST_FAILURES
 from tests.fakes import Fault
 from tests.unit.run.choices import Choices
 from tests.unit.run.play import Play
-from tests.unit.run.scenes import POLICY, SCENES, WIDE1, WIDE2
+from tests.unit.run.scenes import N1, N2, POLICY, SCENES, WIDE1, WIDE2, burst
 
 (STANDBY,) = [scene for scene in SCENES if scene.config.workers.standby]
 SETTLE_S = POLICY["settle_s"]
@@ -194,3 +194,53 @@ def test_a_launch_that_fails_is_a_failure() -> None:
     play.settle()
     assert notes(play) == ["standby: cannot launch 1 workers: node w2 is away"]
     assert not any(isinstance(event, e.ShellFailed) for _, event, _ in play.entries)
+
+
+def test_a_joiner_that_was_kept_on_a_burst_node_does_not_hold_that_node_as_a_standby() -> None:
+    (scene,) = [scene for scene in SCENES if scene.name == "wide nodes"]
+    workers = scene.config.workers.model_copy(update={"initial": 2, "max": 3, "standby": 1})
+    config = scene.config.model_copy(update={"workers": workers})
+    play = Play(replace(scene, config=config, first=(N1, N2)), Choices(b""))
+    play.begin()
+    play.settle()
+    play.faults.planned.append((Phase.TRANSFER, Fault.VOTE_NO))
+    play.grant(burst(3))
+    play.hear_pool()
+    play.wait(SETTLE_S)
+    play.settle()
+    play.train()
+    play.settle()
+    (record,) = play.watch.records
+    assert record.outcome == "aborted"
+    assert [*play.run.agents.kept] == [2]
+    assert play.run.agents.node_of(2) == "b3"
+    play.ask(m.ResizeRequest(workers=1))
+    play.calm()
+    assert play.run.world is not None
+    (trains,) = play.run.world.rank_map.workers
+    (free,) = {"n1", "n2"} - {play.run.agents.node_of(trains)}
+    (standby,) = play.run.agents.kept
+    assert play.run.agents.node_of(standby) == free
+    done = [action for _, _, actions in play.entries for action in actions]
+    assert a.GiveBack("b3") in done
+
+
+def test_a_kept_joiner_on_a_burst_node_goes_when_its_time_is_up_and_is_no_standby() -> None:
+    """Nor does a standby wait for it to go."""
+    play = with_standby()
+    node = play.run.elastic.nodes[WIDE2.name]
+    node.node = replace(node.node, burst=True)
+    assert play.run.elastic.nodes.standbys() == []
+    play.wait(STANDBY.config.deadlines.boot_s)
+    play.settle()
+    assert 2 not in play.run.agents.kept
+
+
+def test_a_standby_is_launched_beside_a_joiner_that_is_kept_on_a_burst_node() -> None:
+    play = with_standby()
+    node = play.run.elastic.nodes[WIDE2.name]
+    node.node = replace(node.node, burst=True)
+    play.grant(replace(WIDE2, name="w3"))
+    play.hear_pool()
+    play.wait(SETTLE_S)
+    assert [each.seat.node for each in launches(play)[-1].agents] == ["w3"]
