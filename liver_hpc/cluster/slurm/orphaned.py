@@ -8,7 +8,7 @@ import re
 import threading
 from pathlib import Path
 
-from liver_hpc.clock import Clock, Deadline, SystemClock
+from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.run.directory import RunDirectory
 
@@ -19,9 +19,7 @@ _MARGIN_S = 60.0
 log = logging.getLogger(__name__)
 
 
-def begin_again_without_script(
-    run_directory: Path, commands: SlurmCommands | None = None, clock: Clock | None = None
-) -> None:
+def begin_again_without_script(run_directory: Path, commands: SlurmCommands | None = None) -> None:
     """Called by an agent that has no coordinator any more. Has the run's job queued again, or ended
     where it may not be, once Slurm has dropped the node of its batch script.
 
@@ -32,7 +30,7 @@ def begin_again_without_script(
     cluster, job = run.config().cluster, run.job_id()
     if cluster.kind != "slurm" or job is None or run.outcome() is not None:
         return
-    slurm, clock = cluster.slurm, clock or SystemClock()
+    slurm, clock = cluster.slurm, SystemClock()
     commands = commands or SlurmCommands(slurm.command_s, slurm.unreachable_s)
     found = re.match(r"\d+", commands.setting("SlurmdTimeout"))
     limit_s = float(found[0] if found else 0) + _MARGIN_S
