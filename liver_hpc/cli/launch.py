@@ -23,6 +23,12 @@ from pathlib import Path
 from liver_hpc.cli.client import answers, coordinator_lives
 from liver_hpc.cli.submission import checked_run, new_run, note_latest
 from liver_hpc.clock import Deadline, SystemClock
+from liver_hpc.cluster.slurm.orphaned import (
+    end_without_script,
+    note_environment,
+    script_environment,
+    warn_of_the_end,
+)
 from liver_hpc.cluster.slurm.run_job import OwnJob
 from liver_hpc.config.load import parse_values, read_text
 from liver_hpc.config.schema import RunConfig, SlurmSection
@@ -134,9 +140,11 @@ def run_here(config_path: Path, overrides: Sequence[str]) -> tuple[RunDirectory,
         return run, signals.coordinate(run)
 
 
-def coordinate_here(run: RunDirectory) -> Outcome | None:
+def coordinate_here(run: RunDirectory, script_lost: bool = False) -> Outcome | None:
     """Takes over a run whose coordinator is gone, or stands still, and coordinates it to its end,
     as `run_here` does; of a run on Slurm, on a node of its job.
+
+    script_lost: the job has no batch script any more, and is seen to here.
 
     Raises LiverError where the run is over, its coordinator answers or will come by itself, and
     where this is not the place for one, which could not take the run's agents over.
@@ -149,10 +157,16 @@ def coordinate_here(run: RunDirectory) -> Outcome | None:
         raise LiverError(
             f"run {run}: its coordinator answers (process {address.pid} on {address.hostname})"
         )
+    os.environ.update(script_environment(run, os.environ))
     signals = JobSignals()
     _check_place(run, signals.job)
     signals.listen()
-    return signals.coordinate(run)
+    if signals.job is not None and script_lost:
+        warn_of_the_end(run.config().cluster.slurm, signals.job.job_id)
+    outcome = signals.coordinate(run)
+    if outcome is not None and script_lost:
+        end_without_script(run.path)
+    return outcome
 
 
 def _check_place(run: RunDirectory, own: OwnJob | None) -> None:
@@ -344,6 +358,9 @@ class JobSignals:
         last, config = run.last_outcome(), run.config()
         if self.job is not None and self.job.restarts and last is not None and last.is_last:
             return last
+        if self.job is not None and config.cluster.kind == "slurm":
+            with contextlib.suppress(OSError):  # a full disk: none begins on another node
+                note_environment(run, os.environ)
         hosted = self._hosted = HostedCoordinator(run.path)
         self._slurm = config.cluster.slurm
         for number in self._said:

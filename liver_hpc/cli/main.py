@@ -175,7 +175,7 @@ def _coordinate(options: argparse.Namespace) -> int:
     from liver_hpc.cli.launch import coordinate_here
 
     run = _find(options.run, options)
-    return _tell(run, coordinate_here(run))
+    return _tell(run, coordinate_here(run, options.script_lost))
 
 
 def _status(options: argparse.Namespace) -> int:

@@ -118,7 +118,13 @@ def new_parser() -> argparse.ArgumentParser:
     _init_options(command("init", "write a run file to start from"))
     _submit_options(command("submit", "check a run file and launch the run"))
     _run_file(command("run", "run in this process, in a batch job of one's own"))
-    of_run("coordinate", "take over a run whose coordinator is gone, in this process")
+    taken = of_run("coordinate", "take over a run whose coordinator is gone, in this process")
+    taken.add_argument(
+        "--script-lost",
+        action="store_true",
+        help="in a step of a job whose batch script went with its node: do for the job what that "
+        "would have done, near the end of its time and at the end of the run",
+    )
     _list_options(command("list", "the runs here, the newest first"))
     _json(of_run("status", "what a run is doing"), "the snapshot, for programs")
     _logs_options(of_run("logs", "what a run's processes have logged"))

@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ from liver_hpc.coordinator.takeover import Left
 from liver_hpc.errors import LiverError
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.events import WorldRef
-from liver_hpc.rendezvous.conversation import Conversation
+from liver_hpc.rendezvous.conversation import LOOK_S, Conversation
 from liver_hpc.rendezvous.server import ControlServer
 from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
@@ -231,8 +231,10 @@ class Coordinator:
         for message in left.saved:
             self._hearing.saved_or_restored(message)
         self._take_back(left)
-        limit = Deadline.after(self._clock, self._config.deadlines.coordinator_s, "who was left")
-        while self._may_still_call() and not limit.expired():
+        limits, doubtful = self._config.deadlines, left.lost_with(socket.gethostname())
+        limit = Deadline.after(self._clock, limits.coordinator_s, "who was left")
+        soon = Deadline.after(self._clock, limits.heartbeat_s + 2 * LOOK_S, "the lost one's node")
+        while not limit.expired() and self._may_still_call(doubtful if soon.expired() else ()):
             if (event := self._inbox.get(TICK_S)) is not None:
                 self._dispatch(event)
             self._registry.flush()
@@ -272,11 +274,11 @@ class Coordinator:
             if held.given_back:  # but what that came to is not known
                 self._services.pool.give_back(held.node.name)
 
-    def _may_still_call(self) -> bool:
-        """Whether somebody is away whose agent lives, or may live."""
+    def _may_still_call(self, but: Collection[str]) -> bool:
+        """Whether somebody is away whose agent lives, or may live, and is none of these."""
         for peer in self._registry.away():
             agent = peer if isinstance(peer, str) else self.core.agents.agent_of(peer)
-            if self._agents.lives(agent):
+            if agent not in but and self._agents.lives(agent):
                 return True
         return False
 
@@ -366,7 +368,8 @@ class Coordinator:
         limit_s = self._config.deadlines.heartbeat_s
         # A look comes after a tick, or when the inbox is empty: up to two ticks late.
         silent = self._registry.silent(max(limit_s - 2 * TICK_S, TICK_S))
-        self._agents.silent = {peer for peer in silent if isinstance(peer, str)}
+        away = [peer for peer in self._registry.away() if self._registry.away_s(peer) > limit_s]
+        self._agents.silent = {peer for peer in (*silent, *away) if isinstance(peer, str)}
         for peer in silent:
             reason = f"silent for {limit_s:g} s"
             if isinstance(peer, int):

@@ -29,13 +29,14 @@ from liver_hpc.run.machine import Run
 class Left:
     """A start whose coordinator is gone.
 
-    core: where it stands. listening: the agents that could be talked to, by name; nodes: where
-    agents were started. wanted: how many workers burst nodes were asked for. avoided: nodes that
-    operators want the run off. saved: what workers said of checkpoints that were not complete.
-    requests: how many operators had asked.
+    core: where it stands. host: of the coordinator that is gone. listening: the agents that could
+    be talked to, by name; nodes: where agents were started. wanted: how many workers burst nodes
+    were asked for. avoided: nodes that operators want the run off. saved: what workers said of
+    checkpoints that were not complete. requests: how many operators had asked.
     """
 
     core: Run
+    host: str = ""
     listening: dict[str, e.AgentListens] = field(default_factory=dict)
     nodes: dict[str, str] = field(default_factory=dict)
     wanted: int = 0
@@ -44,6 +45,10 @@ class Left:
     requests: int = 0
     _sent: defaultdict[int, list[bytes]] = field(default_factory=lambda: defaultdict(list))
     _heard: dict[int, int] = field(default_factory=dict)
+
+    def lost_with(self, here: str) -> set[str]:
+        """The agents of the coordinator's host, which is not `here`: it may be gone, too."""
+        return {name for name, on in self.listening.items() if here != self.host == on.host}
 
     def conversations(self) -> dict[int, Conversation]:
         """With each worker that was connected."""
@@ -66,6 +71,10 @@ class Left:
             case e.SaidTogether():
                 said = zip(event.messages, event.numbers, strict=True)
                 self._heard.update({message.worker: number for message, number in said})
+            case e.CoordinatorStarted():
+                self.host = event.attributes.get("host", "")
+            case e.TookOver():
+                self.host = event.host
             case e.AgentListens():
                 self.listening[event.agent] = event
             case e.OperatorAsked():

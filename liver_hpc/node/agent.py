@@ -14,8 +14,8 @@ one warm process, unless the run file has workers.warm off.
 With --warnings, SIGTERM, SIGUSR1 and SIGUSR2 are passed on to the coordinator; before the
 channel stands, and without the option, they end the agent.
 
-Where no coordinator comes any more, and Slurm has lost the node of the job's batch script, the job
-is queued again (`cluster/slurm/orphaned.py`).
+Where the coordinator went with the node of the job's batch script, one agent has another one begin
+on its node; where none comes any more, the job is queued again (`cluster/slurm/orphaned.py`).
 
 Until then, or with --warnings, it ends with its parent. Later a coordinator's end is not its own:
 another one may come.
@@ -48,7 +48,7 @@ import psutil
 from liver_hpc import __version__
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.cluster.launcher import EXIT_UNHEALTHY, agent_log
-from liver_hpc.cluster.slurm.orphaned import begin_again_without_script
+from liver_hpc.cluster.slurm.orphaned import begin_coordinator, end_without_script
 from liver_hpc.cluster.slurm.together import own_agent
 from liver_hpc.config.load import load_run
 from liver_hpc.errors import DeadlineError, LiverError
@@ -159,6 +159,7 @@ class Agent:
         self._warms = config.workers.warm and not plan.stand_in
         self._warm: WarmProcess | None = None
         self._line: Line | None = None  # once it has met
+        self._next_coordinator: Child | None = None  # that which this agent has begun
         self._early: list[m.WorkerEnded | m.LaunchEnded] = []  # before that
 
     def run(self) -> int:
@@ -391,6 +392,7 @@ class Agent:
         limits, run = self._limits, RunDirectory(self._plan.first.run_directory)
         times_s = (limits.control_s, limits.coordinator_s)
         line = self._line = Line(run, self._secret, self._call, self._clock, *times_s)
+        line.missed = self._coordinator_missed
         hello = m.AgentHello(
             agent=self._name,
             host=socket.gethostname(),
@@ -416,6 +418,16 @@ class Agent:
         except Exception as error:  # else nobody would call a coordinator again
             log.exception("the connection to the coordinator")
             self._tell_loop("", ChannelClosed(f"{type(error).__name__}: {error}"))
+
+    def _coordinator_missed(self, epoch: int) -> None:
+        """In the thread that has called it for a while."""
+        try:
+            self._next_coordinator = begin_coordinator(self._plan.first.run_directory, epoch)
+        except (LiverError, OSError) as error:
+            log.error("no other coordinator can begin here: %s", error)
+        else:
+            if self._next_coordinator is not None:
+                log.warning("coordinator %d is gone: another one begins on this node", epoch)
 
     def _call(self) -> m.Calls:
         return m.Calls(agent=self._name, version=__version__, launches=tuple(self._launches))
@@ -581,12 +593,12 @@ def _log_to(run_directory: Path, agent: str) -> None:
     )
 
 
-def _begin_job_again(run_directory: Path) -> None:
+def _see_to_job(run_directory: Path) -> None:
     """Where the coordinator went with the node of the job's batch script. A signal ends it."""
     for signum in (signal.SIGINT, *WARNINGS):
         signal.signal(signum, signal.SIG_DFL)
     try:
-        begin_again_without_script(run_directory)
+        end_without_script(run_directory)
     except (LiverError, OSError) as error:
         log.error("whether the job has lost its batch script cannot be seen to: %s", error)
 
@@ -607,7 +619,7 @@ def main() -> NoReturn:
         log.exception("the agent failed")
         code = EXIT_FAILED
     if code == EXIT_COORDINATOR_GONE:
-        _begin_job_again(plan.first.run_directory)
+        _see_to_job(plan.first.run_directory)
     sys.exit(code)
 
 

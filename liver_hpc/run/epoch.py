@@ -55,6 +55,22 @@ def claim_epoch(run_directory: Path) -> Epoch:
         raise LiverError(f"{directory}: {error.strerror}") from error
 
 
+def claim_succession(run_directory: Path, epoch: int) -> bool:
+    """Whether the caller is the one to start what comes after coordinator `epoch`, which is gone:
+    one may. False, too, where another coordinator has come already. Raises LiverError where that
+    cannot be written."""
+    if newest_epoch(run_directory) > epoch:
+        return False
+    path = run_directory / EPOCHS / f"after-{epoch}"
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise LiverError(f"{path}: {error.strerror}") from error
+    return True
+
+
 def newest_epoch(run_directory: Path) -> int:
     """The number of the newest coordinator; 0 before there was one."""
     try:

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from liver_hpc.cluster.slurm.orphaned import ENVIRONMENT_FILE
 from tests.cluster.harness import SlurmCluster
 from tests.cluster.slurm_runs import MAIN, SPARE, slurm_run, wait_for
 
@@ -53,11 +54,40 @@ def test_a_run_goes_on_without_a_node_that_has_vanished(
 
 
 @pytest.mark.long
+def test_a_run_goes_on_live_without_the_node_of_its_coordinator(
+    run_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent has another coordinator begin on its node; what is lost is made good from memory,
+    long before Slurm drops the node. The run ends as any other, and so does its job."""
+    monkeypatch.setenv("LIVER_TEST_STEP_S", "0.2")
+    sections = {**SECTIONS, "deadlines": {"heartbeat_s": SILENT_S, "coordinator_s": 30.0}}
+    with slurm_run(run_cluster, "beheaded", 0, sections, components=COMPONENTS) as run:
+        run.submit()
+        run.wait_workers(4)
+        run.wait_steps(5)
+        spoke, (node, *_) = run.speaker(), run.nodes_of("main")
+        assert spoke.startswith(f"{node}:")
+        run_cluster.testbed("kill-node", node)
+        try:
+            wait_for(lambda: run.speaker() not in ("", spoke), 100.0, "another coordinator")
+            run.wait_workers(3)
+            run.wait_steps(5)
+            (recovery,) = run.records().recoveries
+            assert (recovery.source, recovery.target) == ("tp1 pp1 dp4", "tp1 pp1 dp3")
+            assert recovery.steps_redone <= 1
+            assert not re.search("goes on from step|restart:", run.log())
+            run.stop()
+            wait_for(lambda: not run.jobs.of_runs(), 90.0, "the job to end")
+        finally:
+            run_cluster.testbed("start-node", node)
+
+
+@pytest.mark.long
 def test_a_run_whose_batch_script_went_with_its_node_begins_again(
     run_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slurm lets the job go on with the node that is left, where nothing trains any more; the agent
-    there has it queued again."""
+    """Slurm lets the job go on with the node that is left. Where no coordinator can begin there,
+    nothing trains any more; the agent has the job queued again."""
     monkeypatch.setenv("LIVER_TEST_STEP_S", "0.2")
     sections = {
         "workers": {"initial": 2, "max": 2},
@@ -72,6 +102,7 @@ def test_a_run_whose_batch_script_went_with_its_node_begins_again(
         run.wait_steps(20)
         spoke, (node, *_) = run.speaker(), run.nodes_of("main")
         assert spoke.startswith(f"{node}:")
+        (run.directory.path / ENVIRONMENT_FILE).unlink()
         run_cluster.testbed("kill-node", node)
         try:
             wait_for(lambda: run.speaker() not in ("", spoke), 200.0, "the job to begin again")

@@ -1,17 +1,40 @@
 """A job whose batch script went with its node, and with it the run's coordinator: Slurm lets a job
-that is submitted with --no-kill go on with the nodes that are left, idle until its time is up."""
+that is submitted with --no-kill go on with the nodes that are left.
+
+An agent on one of these has another coordinator begin there, which takes over. It runs in a step of
+the job, and does for the job what its script would have done. Where none comes, the job is queued
+again.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import re
+import shutil
+import signal
 import threading
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from liver_hpc.clock import Deadline, SystemClock
-from liver_hpc.cluster.slurm.commands import SlurmCommands
+from liver_hpc.cluster.slurm.commands import SlurmCommands, SlurmError
+from liver_hpc.cluster.slurm.holdings import own_allocations
+from liver_hpc.cluster.slurm.launcher import srun_words
+from liver_hpc.cluster.slurm.script import python_words
+from liver_hpc.config.schema import SlurmSection
+from liver_hpc.host.child import Child, Command
+from liver_hpc.host.process import clean_environment, quiet_thread
 from liver_hpc.run.directory import RunDirectory
+from liver_hpc.run.epoch import claim_succession
+from liver_hpc.run.outcome import write_private_json
 
+ENVIRONMENT_FILE = "job-environment.json"
+_OF_A_JOB = ("SLURM_JOB_", "SLURM_HET_", "SLURM_ARRAY_", "SLURM_CLUSTER_", "SLURM_RESTART_COUNT")
+_STEP = "liver-coordinator-"
+_COORDINATE = ("liver_hpc", "coordinate", "--script-lost")
 _LOOK_S = 10.0
 _MARGIN_S = 60.0
 """Of Slurm, to drop a node from its jobs after the time that it may be silent."""
@@ -19,27 +42,113 @@ _MARGIN_S = 60.0
 log = logging.getLogger(__name__)
 
 
-def begin_again_without_script(run_directory: Path, commands: SlurmCommands | None = None) -> None:
-    """Called by an agent that has no coordinator any more. Has the run's job queued again, or ended
-    where it may not be, once Slurm has dropped the node of its batch script.
+# ---- what Slurm tells the batch script alone
 
-    Waits for that as long as Slurm may take to notice (SlurmdTimeout). Returns at once where the
-    run has ended, or is not on Slurm, and as soon as the job runs no more. Raises SlurmError.
+
+def note_environment(run: RunDirectory, environ: Mapping[str, str]) -> None:
+    """For a coordinator that begins in a step. Raises OSError."""
+    told = {name: value for name, value in environ.items() if name.startswith(_OF_A_JOB)}
+    write_private_json(run.path / ENVIRONMENT_FILE, told)
+
+
+def script_environment(run: RunDirectory, environ: Mapping[str, str]) -> dict[str, str]:
+    """What the script of the run's job was told of it; nothing outside of that job."""
+    told: dict[str, str] = {}
+    with suppress(FileNotFoundError, ValueError):
+        told = dict(json.loads((run.path / ENVIRONMENT_FILE).read_bytes()))
+    ids = [value for name, value in told.items() if name.startswith("SLURM_JOB_ID")]
+    return told if environ.get("SLURM_JOB_ID") in ids else {}
+
+
+# ---- another coordinator
+
+
+def begin_coordinator(run_directory: Path, epoch: int) -> Child | None:
+    """Called by agents that have missed coordinator `epoch` for a while. The srun of a step on this
+    node, in which another one takes over, in the first that calls.
+
+    None in the others; where the run has ended, is not on Slurm, or this node is not of its own
+    job; and where there is no srun, as in most images. Raises LiverError, OSError.
+    """
+    run = RunDirectory(run_directory)
+    config = run.config()
+    if config.cluster.kind != "slurm" or run.outcome() is not None or not shutil.which("srun"):
+        return None
+    if not (told := script_environment(run, os.environ)):
+        return None
+    node, commands = os.environ["SLURMD_NODENAME"], SlurmCommands(config.cluster.slurm.command_s, 0)
+    own = own_allocations(told, config, commands.hostnames, commands.nodes_of)
+    here = next(held for held in own if node in held.nodes)
+    if not claim_succession(run_directory, epoch):
+        return None
+    name = f"{_STEP}{epoch + 1}"
+    step = srun_words(here, name, [node])
+    return Child(
+        Command(
+            f"srun of step {name}",
+            [*step, *python_words(config.cluster), "-u", "-m", *_COORDINATE, str(run)],
+            orphan_signal=None,
+            environment=clean_environment(os.environ),
+            log=run.path / "logs" / f"srun-{name.removeprefix('liver-')}.log",
+            apart="session",
+        )
+    )
+
+
+def warn_of_the_end(slurm: SlurmSection, job_id: str) -> None:
+    """Has this process, which is in a step, signalled in time before its job ends, as Slurm signals
+    the batch script alone."""
+    commands, clock = SlurmCommands(slurm.command_s, slurm.unreachable_s), SystemClock()
+
+    def watch() -> None:
+        while True:
+            info = None
+            with suppress(SlurmError):
+                info = commands.jobs([job_id]).get(job_id)
+            left_s = float("inf")
+            if info is not None and info.ends_s is not None:
+                left_s = info.ends_s - clock.now_s()
+            if left_s <= slurm.end_window_s:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                return
+            threading.Event().wait(min(left_s - slurm.end_window_s, _LOOK_S))
+
+    quiet_thread(watch, "time limit")
+
+
+# ---- the job's end
+
+
+def end_without_script(run_directory: Path, commands: SlurmCommands | None = None) -> None:
+    """Called by who has no coordinator any more, or was it to the end of the run. Ends the run's
+    job once Slurm has dropped the node of its batch script. It is queued again where the run has
+    not ended, and it may be.
+
+    Waits for that as long as Slurm may take to notice (SlurmdTimeout), and while a step of the job
+    has a coordinator. Returns at once where the run is not on Slurm, and as soon as the job runs no
+    more. Raises SlurmError.
     """
     run = RunDirectory(run_directory)
     cluster, job = run.config().cluster, run.job_id()
-    if cluster.kind != "slurm" or job is None or run.outcome() is not None:
+    if cluster.kind != "slurm" or job is None:
         return
     slurm, clock = cluster.slurm, SystemClock()
     commands = commands or SlurmCommands(slurm.command_s, slurm.unreachable_s)
     found = re.match(r"\d+", commands.setting("SlurmdTimeout"))
     limit_s = float(found[0] if found else 0) + _MARGIN_S
     limit = Deadline.after(clock, limit_s, f"Slurm to drop the batch script's node of job {job}")
-    while (lost := commands.has_lost_its_script(job)) is False and not limit.expired():
+
+    def is_led() -> bool:
+        there = commands.steps([job]) if run.outcome() is None else {}
+        return any(name.startswith(_STEP) for name in there)
+
+    while (lost := commands.has_lost_its_script(job)) is False or (lost and is_led()):
+        if limit.expired():
+            return
         threading.Event().wait(_LOOK_S)
     if not lost:
         return
-    if slurm.requeue:
+    if slurm.requeue and run.outcome() is None:
         log.warning("the node of job %s's batch script is lost: the job is queued again", job)
         commands.requeue(job)
     else:

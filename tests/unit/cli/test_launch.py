@@ -19,6 +19,7 @@ import pytest
 from liver_hpc.cli import launch
 from liver_hpc.cli.launch import CoordinatorJob, JobSignals, coordinate_here, coordinate_locally
 from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.cluster.slurm.orphaned import note_environment, script_environment
 from liver_hpc.cluster.slurm.run_job import OwnJob
 from liver_hpc.coordinator.connections import Control, Inbox
 from liver_hpc.coordinator.hosting import MOST_KILLED_IN_VAIN, HostedCoordinator, _told
@@ -515,3 +516,27 @@ def test_nobody_coordinates_a_run_where_its_agents_cannot_be_taken_over(
     with pytest.raises(LiverError, match="was process 1 on far, where its agents are"):
         coordinate_here(run)
     assert newest_epoch(run.path) == 0
+
+
+def test_who_coordinates_in_the_place_of_a_lost_script_sees_to_its_job(
+    asked: Path, monkeypatch: pytest.MonkeyPatch, coordinator: Coordinator
+) -> None:
+    """With what the script was told of the job, which a step is not; it is not done for others."""
+    coordinator(ends_as("finished"))
+    done: list[str] = []
+    monkeypatch.setattr(launch, "warn_of_the_end", lambda slurm, job: done.append(f"warn {job}"))
+    monkeypatch.setattr(launch, "end_without_script", lambda path: done.append("end"))
+    run = a_run(requeue=True)
+    run.note_job_id("77", run.path.name)
+    note_environment(run, {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[1-4]"})
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n3")
+    assert coordinate_here(run, script_lost=True) == Outcome("finished", "so it was", 3)
+    assert done == ["warn 77", "end"]
+    assert os.environ["SLURM_JOB_NODELIST"] == "n[1-4]"
+
+
+def test_what_a_script_is_told_of_its_job_is_noted(asked: Path, coordinator: Coordinator) -> None:
+    coordinator(ends_as("finished"))
+    run = a_run(requeue=True)
+    CoordinatorJob()(str(run.path))
+    assert script_environment(run, os.environ)["SLURM_JOB_ID"] == "77"

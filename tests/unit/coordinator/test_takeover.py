@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from liver_hpc.coordinator.loop import Coordinator, new_core
-from liver_hpc.coordinator.takeover import what_is_left
+from liver_hpc.coordinator.takeover import Left, what_is_left
 from liver_hpc.errors import ConfigError, DeadlineError
 from liver_hpc.protocol import messages as m
 from liver_hpc.rendezvous.channel import ChannelClosed
@@ -73,7 +75,8 @@ class MortalRun(LiveRun):
     def __init__(self, directory: Path, nodes: Sequence[Node] = (), **sections: Any) -> None:
         self.deaths = 0
         self._died_at = 0  # so many entries had been written
-        config = tiny_run(deadlines={"coordinator_s": COORDINATOR_S}, **sections)
+        deadlines = {"coordinator_s": COORDINATOR_S, **sections.pop("deadlines", {})}
+        config = tiny_run(deadlines=deadlines, **sections)
         super().__init__(directory, config, nodes)
         self.config = config
         self.cluster.directory = RunDirectory(directory)
@@ -274,6 +277,52 @@ def test_a_worker_that_dies_while_there_is_no_coordinator_is_missed(
     run.until(lambda: run.result is not None, "the end of the run")
     assert run.result is not None
     assert "lost: it has not called since this coordinator began" in run.result.reason
+
+
+def test_the_lost_coordinators_own_node_is_not_waited_for_to_the_end(
+    make: Callable[..., MortalRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is gone with it, most likely, and the others stand still meanwhile."""
+    monkeypatch.setattr("liver_hpc.coordinator.loop.LOOK_S", 0.2)
+    monkeypatch.setattr(Left, "lost_with", lambda left, here: {"a1"})
+    two = (Node("n1", "main", slots=1), Node("n2", "main", slots=1))
+    run = make(nodes=two, layouts={1: {}, 2: {"dp": 2}}, deadlines={"heartbeat_s": 3.0})
+    run.cluster.agents["a1"].line._find = lambda: None  # type: ignore[method-assign]
+    began_s = time.monotonic()
+    run.kill()
+    assert 3.2 < time.monotonic() - began_s < COORDINATOR_S / 2
+
+
+def test_whose_host_was_lost_is_in_the_journal(make: Callable[..., MortalRun]) -> None:
+    run = make()
+    run.cluster.train()
+    left = what_is_left(run.metrics.entries, lambda: new_core(run.config, run._services))
+    assert left is not None
+    assert left.host == run._services.attributes.get("host", "")
+    left.host = "test"  # where the agent is
+    assert left.lost_with("test") == set()
+    assert left.lost_with("n2") == {"a0"}
+    left.host = "n1"
+    assert left.lost_with("n2") == set()
+    run.kill()
+    left = what_is_left(run.metrics.entries, lambda: new_core(run.config, run._services))
+    assert left is not None
+    assert left.host == socket.gethostname()
+
+
+def test_nothing_is_launched_by_an_agent_that_has_not_called_for_long(
+    make: Callable[..., MortalRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make(deadlines={"heartbeat_s": 10.0})
+    monkeypatch.setattr(run.coordinator._registry, "away_s", lambda peer: 11.0)
+    run.cluster.pool.grant(Node("n2", "main", slots=0))
+    run.until(lambda: "a1" in run.cluster.agents, "an agent there")
+    run.until(lambda: "a1" in run.coordinator._registry, "it to call")
+    line = run.cluster.agents["a1"].line
+    line._find = lambda: None  # type: ignore[method-assign]
+    assert line._channel is not None
+    line._channel.close()
+    run.until(lambda: "a1" in run.coordinator._agents.silent, "it to be missed")
 
 
 def test_an_older_coordinator_that_wakes_leaves_all_to_the_next_one(

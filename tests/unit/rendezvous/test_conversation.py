@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import random
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -17,10 +18,12 @@ from hypothesis import strategies as st
 from liver_hpc.clock import SystemClock
 from liver_hpc.errors import ConfigError, DeadlineError, ProtocolError
 from liver_hpc.protocol.messages import Calls, Exit, Finished, Hears, encode
+from liver_hpc.rendezvous import conversation
 from liver_hpc.rendezvous.channel import ITSELF, Channel, ChannelClosed, Part
 from liver_hpc.rendezvous.conversation import Conversation, Line
 from liver_hpc.rendezvous.server import ControlServer
 from liver_hpc.run.directory import RunDirectory
+from liver_hpc.run.entries import JOURNAL_FILE
 from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome, write_private_json
 
 pytestmark = pytest.mark.timeout(30)
@@ -319,3 +322,53 @@ def test_silence_has_a_deadline(run: RunDirectory, called: Called) -> None:
     with pytest.raises(DeadlineError):
         called.line.receive(0.05)
     coordinator.server.close()
+
+
+def test_a_coordinator_that_is_gone_is_missed_once(run: RunDirectory) -> None:
+    missed: list[int] = []
+    (run.path / JOURNAL_FILE).write_text("all that it wrote")
+    called, gone = Called(run, coordinator_s=1.5), Coordinator(run, 4)
+    called.line.missed = missed.append
+    called.open(gone)
+    gone.calls.get(timeout=LIMIT_S)
+    gone.server.close()
+    assert called.ended.wait(LIMIT_S)
+    assert missed == [4]
+
+
+def test_a_coordinator_whose_journal_grows_is_not_gone(run: RunDirectory) -> None:
+    """It is the way to it that is broken."""
+    missed: list[int] = []
+    called, cut_off = Called(run, coordinator_s=1.5), Coordinator(run, 4)
+    called.line.missed = missed.append
+    called.open(cut_off)
+    cut_off.calls.get(timeout=LIMIT_S)
+    cut_off.server.close()
+    with (run.path / JOURNAL_FILE).open("a") as journal:
+        while not called.ended.wait(0.1):
+            journal.write("another step\n")
+            journal.flush()
+    assert missed == []
+    assert "waited 1.5 s for a coordinator" in called.how
+
+
+def test_a_host_that_does_not_answer_is_not_waited_for_while_another_one_does(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversation, "LOOK_S", 0.2)
+    called, gone = Called(run, coordinator_s=12.0), Coordinator(run, 4)
+    called.open(gone)
+    gone.calls.get(timeout=LIMIT_S)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        host, port = silent.getsockname()
+        here = {"host": host, "port": port, "pid": 1, "epoch": 4}
+        write_private_json(run.path / COORDINATOR_FILE, here)
+        gone.server.close()
+        silent.accept()
+        began_s, following = time.monotonic(), Coordinator(run, 5)
+        following.calls.get(timeout=LIMIT_S)
+        assert time.monotonic() - began_s < 3.0
+    following.server.close()
+    called.line.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from liver_hpc.errors import LiverError
-from liver_hpc.run.epoch import Epoch, Superseded, claim_epoch, newest_epoch
+from liver_hpc.run.epoch import Epoch, Superseded, claim_epoch, claim_succession, newest_epoch
 
 
 def test_the_next_one_supersedes_those_before(tmp_path: Path) -> None:
@@ -38,3 +38,15 @@ def test_without_a_number_there_is_no_coordinator(tmp_path: Path) -> None:
     (tmp_path / "coordinators").write_text("no directory")
     with pytest.raises(LiverError, match="coordinators"):
         claim_epoch(tmp_path)
+
+
+def test_one_alone_starts_what_comes_after_a_coordinator(tmp_path: Path) -> None:
+    first = claim_epoch(tmp_path)
+    assert claim_succession(tmp_path, first.number)
+    assert not claim_succession(tmp_path, first.number)
+    assert newest_epoch(tmp_path) == first.number
+    second = claim_epoch(tmp_path)
+    assert not claim_succession(tmp_path, first.number)
+    assert claim_succession(tmp_path, second.number)
+    with pytest.raises(LiverError, match="after-9: No such file or directory"):
+        claim_succession(tmp_path / "nowhere", 9)

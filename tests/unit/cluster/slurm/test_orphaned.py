@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from liver_hpc.cluster.slurm import orphaned
-from liver_hpc.cluster.slurm.commands import SlurmCommands
-from liver_hpc.cluster.slurm.orphaned import begin_again_without_script
+from liver_hpc.cluster.slurm.commands import SlurmCommands, SlurmError
+from liver_hpc.cluster.slurm.orphaned import (
+    begin_coordinator,
+    end_without_script,
+    note_environment,
+    script_environment,
+    warn_of_the_end,
+)
 from liver_hpc.run.directory import RunDirectory, create_run_directory
+from liver_hpc.run.epoch import claim_epoch
 from liver_hpc.run.outcome import Outcome
 from tests.unit.config.runs import minimal
 
@@ -23,11 +33,24 @@ WHOLE = JOB.format(state="RUNNING", batch=1, nodes="n[1-3]")
 LOST = JOB.format(state="RUNNING", batch=1, nodes="n[2-3]")
 
 
-class Slurm:
-    """Plays what `scontrol show job` says, one after the other, the last for ever."""
+TOLD = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_HET_SIZE": "2",
+    "SLURM_JOB_ID_HET_GROUP_0": "77",
+    "SLURM_JOB_ID_HET_GROUP_1": "78",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "n1",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "n9",
+}
+LED = "77.1|liver-coordinator-2\n"
 
-    def __init__(self, *jobs: str) -> None:
+
+class Slurm:
+    """Plays what `scontrol show job` and `squeue --steps` say, one after the other, the last for
+    ever."""
+
+    def __init__(self, *jobs: str, steps: Sequence[str] = ("",)) -> None:
         self.jobs = list(jobs)
+        self.steps = list(steps)
         self.done: list[Sequence[str]] = []
 
     def __call__(self, words: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str]:
@@ -36,6 +59,10 @@ class Slurm:
             said = "SlurmdTimeout           = 300 sec\n"
         elif "hostnames" in words:
             said = {"n[1-3]": "n1\nn2\nn3\n", "n[2-3]": "n2\nn3\n"}[words[-1]]
+        elif "--steps" in words:
+            said = self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
+        elif "step" in words:
+            said = "No steps"
         elif "show" in words:
             said = self.jobs.pop(0) if len(self.jobs) > 1 else self.jobs[0]
         else:
@@ -57,9 +84,9 @@ def a_run(requeue: bool) -> RunDirectory:
     return run
 
 
-def done(run: RunDirectory, *jobs: str) -> list[Sequence[str]]:
-    slurm = Slurm(*jobs)
-    begin_again_without_script(run.path, SlurmCommands(5.0, 0.0, run=slurm))
+def done(run: RunDirectory, *jobs: str, steps: Sequence[str] = ("",)) -> list[Sequence[str]]:
+    slurm = Slurm(*jobs, steps=steps)
+    end_without_script(run.path, SlurmCommands(5.0, 0.0, run=slurm))
     return slurm.done
 
 
@@ -93,5 +120,120 @@ def test_a_script_whose_node_lives_is_left_alone(
 
 
 def test_a_run_that_has_ended_wants_its_job_no_more(run: RunDirectory) -> None:
+    """Nobody else ends it."""
     Outcome("finished", "", 7).write(run.path)
-    assert done(run, LOST) == []
+    assert done(run, WHOLE, LOST, steps=(LED,)) == [["scancel", "77"]]
+
+
+def test_a_job_is_left_alone_while_a_step_of_it_has_the_coordinator(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This agent alone was cut off from it."""
+    assert done(run, LOST, steps=(LED, LED, "")) == [["scontrol", "requeue", "77"]]
+    monkeypatch.setattr(orphaned, "_MARGIN_S", -300.0)
+    assert done(run, LOST, steps=(LED,)) == []
+
+
+def on_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, node: str, job: str = "77") -> Path:
+    """In a step there, where srun writes down what it is told. Returns that file's path."""
+    told = tmp_path / f"srun-{node}"
+    srun = tmp_path / "bin" / "srun"
+    srun.parent.mkdir(exist_ok=True)
+    srun.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {told}.part; mv {told}.part {told}\n')
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{srun.parent}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    monkeypatch.setenv("SLURMD_NODENAME", node)
+    return told
+
+
+@pytest.fixture
+def het(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    """A run whose first coordinator is number 1."""
+    monkeypatch.chdir(tmp_path)
+    slurm = {"components": [{"name": "main"}, {"name": "spare"}]}
+    run = create_run_directory(minimal(cluster={"kind": "slurm", "slurm": slurm}))
+    run.note_job_id("77", run.path.name)
+    note_environment(run, {**TOLD, "HOME": "/root", "SLURM_STEP_ID": "0"})
+    claim_epoch(run.path)
+    return run
+
+
+def test_the_first_agent_that_misses_the_coordinator_has_another_one_begin(
+    het: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a step on its own node, of the component that this one is in; and no other agent does."""
+    told = on_node(monkeypatch, tmp_path, "n9")
+    srun = begin_coordinator(het.path, 1)
+    assert srun is not None
+    _await(told)
+    words = told.read_text().split()
+    assert {"--jobid=77", "--het-group=1", "--nodelist=n9", "--overlap"} <= {*words}
+    assert words[-5:] == ["-m", "liver_hpc", "coordinate", "--script-lost", str(het.path)]
+    on_node(monkeypatch, tmp_path, "n1")
+    assert begin_coordinator(het.path, 1) is None
+
+
+def _await(path: Path) -> None:
+    end_s = time.monotonic() + 10.0
+    while not path.exists():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def test_none_begins_where_it_would_be_of_no_use(
+    het: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a burst node, where another one has come already, without srun, after the run's end."""
+    on_node(monkeypatch, tmp_path, "n40", job="90")
+    assert begin_coordinator(het.path, 1) is None
+    on_node(monkeypatch, tmp_path, "n1")
+    assert begin_coordinator(het.path, 0) is None
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert begin_coordinator(het.path, 1) is None
+    on_node(monkeypatch, tmp_path, "n1")
+    Outcome("stopped", "", 7).write(het.path)
+    assert begin_coordinator(het.path, 1) is None
+
+
+def test_what_the_script_was_told_is_for_steps_of_that_job(het: RunDirectory) -> None:
+    assert (het.path / orphaned.ENVIRONMENT_FILE).stat().st_mode & 0o777 == 0o600
+    assert script_environment(het, {"SLURM_JOB_ID": "77"}) == TOLD
+    assert script_environment(het, {"SLURM_JOB_ID": "78"}) == TOLD
+    assert script_environment(het, {"SLURM_JOB_ID": "90"}) == {}
+    assert script_environment(het, {}) == {}
+    (het.path / orphaned.ENVIRONMENT_FILE).unlink()
+    assert script_environment(het, {"SLURM_JOB_ID": "77"}) == {}
+
+
+def test_a_step_is_signalled_before_the_job_ends(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not before the window begins, and whether or not Slurm answers at first."""
+    heard = threading.Event()
+    asked: list[float] = []
+    began_s = time.time()
+
+    class Info:
+        ends_s = began_s + 2.0
+
+    class Commands:
+        def __init__(self, *times_s: float) -> None:
+            pass
+
+        def jobs(self, ids: Sequence[str]) -> dict[str, Info]:
+            asked.append(time.time())
+            if len(asked) == 1:
+                raise SlurmError(["squeue"], 1, "no")
+            return dict.fromkeys(ids, Info())
+
+    monkeypatch.setattr(orphaned, "SlurmCommands", Commands)
+    monkeypatch.setattr(orphaned, "_LOOK_S", 0.1)
+    before = signal.signal(signal.SIGUSR1, lambda *_: heard.set())
+    try:
+        slurm = run.config().cluster.slurm.model_copy(update={"end_window_s": 1.0})
+        warn_of_the_end(slurm, "77")
+        assert heard.wait(10.0)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert time.time() - began_s > 0.9
