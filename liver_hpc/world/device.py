@@ -34,7 +34,7 @@ from liver_hpc.world.host_memory import pinned_memory, plain_memory
 
 log = logging.getLogger(__name__)
 
-NCCL_SETTINGS = {
+NCCL_CONDITIONS = {
     # What fails or is late is aborted, and counts as done: see `GroupBook.check`. torch's default
     # ends the process, which has a source world that could go on.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
@@ -44,6 +44,9 @@ NCCL_SETTINGS = {
     # that has been closed since.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+"""What torch is told in a worker, whatever the environment says: no recovery goes without."""
+NCCL_SETTINGS = {
     # All paths of a group are opened while it connects, beside training; else each is when it is
     # first used, which is in the first step of a world that has taken over.
     "NCCL_RUNTIME_CONNECT": "0",
@@ -51,7 +54,8 @@ NCCL_SETTINGS = {
     # torch makes a communicator each when it is first used: the group's store is closed by then.
     "NVTE_BATCH_MHA_P2P_COMM": "1",
 }
-"""What torch and NCCL are told in a worker, where the environment does not say otherwise."""
+"""What NCCL and Transformer Engine are told in a worker, where the environment does not say
+otherwise."""
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _MOST_QUEUES = "32"
 """Of a device's hardware queues; CUDA's default is 8. Streams that share one wait for each other:
@@ -303,6 +307,10 @@ def open_device(local_rank: int, wants_gpu: bool = False) -> Device:
         allow_concurrent_compile()
         for name, value in NCCL_SETTINGS.items():
             os.environ.setdefault(name, value)
+        for name, value in NCCL_CONDITIONS.items():
+            if (given := os.environ.get(name, value)) != value:
+                log.warning("%s is %s, a run that recovers needs %s: set so", name, given, value)
+            os.environ[name] = value
         if queues != _MOST_QUEUES:
             log.warning(
                 "%s is %s: what a handoff does may wait on the device behind training, until its "

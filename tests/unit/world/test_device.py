@@ -18,10 +18,11 @@ import pytest
 import torch
 
 from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.world.device import NCCL_SETTINGS, Device, Room, open_device
+from liver_hpc.world.device import NCCL_CONDITIONS, NCCL_SETTINGS, Device, Room, open_device
 from tests.late_device import LateDevice, LateNetwork, Machines
 
-VARIABLES = (*NCCL_SETTINGS, "NCCL_HOSTID", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING")
+VARIABLES = (*NCCL_CONDITIONS, *NCCL_SETTINGS, "NCCL_HOSTID")
+VARIABLES += ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING")
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +86,31 @@ def test_what_a_handoff_wants_of_cuda_is_set_unless_told(
     open_device(0)
     wanted = {"CUDA_MODULE_LOADING": "EAGER", "NVTE_BATCH_MHA_P2P_COMM": "1"}[name]
     assert os.environ[name] == (given or wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "needed"),
+    [
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1", "2"),
+        ("TORCH_NCCL_BLOCKING_WAIT", "1", "0"),
+        ("TORCH_NCCL_ENABLE_MONITORING", "1", "0"),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "0"),
+    ],
+)
+@pytest.mark.usefixtures("two_gpus")
+def test_what_a_recovery_needs_of_torch_is_set_whatever_was_told(
+    name: str,
+    given: str,
+    needed: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv(name, given)
+    with caplog.at_level(logging.WARNING):
+        open_device(0)
+    assert os.environ[name] == needed
+    (message,) = caplog.messages
+    assert message.startswith(f"{name} is {given}, a run that recovers needs {needed}")
 
 
 class Store:
