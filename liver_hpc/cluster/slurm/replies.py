@@ -15,14 +15,20 @@ STEP_FORMAT = "%i|%j"
 
 RUNNING = "RUNNING"
 COMPLETING = "COMPLETING"
-_QUEUED = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
+_HELD = "RESV_DEL_HOLD"
+"""Of a job whose reservation is gone; its reason is a sentence that names the reservation."""
+_QUEUED = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", _HELD, "SPECIAL_EXIT"}
 _QUEUED |= {"EXPEDITING"}
 _LASTING = {*_QUEUED, "CONFIGURING", RUNNING, COMPLETING, "SUSPENDED", "STOPPED", "SIGNALING"}
 _LASTING |= {"STAGE_OUT", "RESIZING"}
 
 # Reasons for which a request would stay pending for ever.
 _HOPELESS = (
+    "AccountNotAllowed",
     "BadConstraints",
+    "DependencyNeverSatisfied",
+    "MaxMemPerLimit",
+    "PartitionConfig",
     "PartitionNodeLimit",
     "PartitionTimeLimit",
     "PartitionDown",
@@ -32,9 +38,17 @@ _HOPELESS = (
     "JobHeldAdmin",
     "JobHeldUser",
     "JobLaunchFailure",
+    "QOSMin",
+    "QOSNotAllowed",
+    "ReservationDeleted",
+    "ReservationInvalid",
     "launch failed",
+    # squeue shows these for AccountNotAllowed and QOSNotAllowed where Slurm has given details.
+    "Job's account not",
+    "Job's QOS not",
+    "uid ",  # "1000 not in group permitted to use this partition"
 )
-_OF_ONE_JOB = re.compile(r"(Assoc|QOS)Max\w+PerJob")
+_OF_ONE_JOB = re.compile(r"(Assoc|QOS)Max\w+Per(Job|Node)")
 """A limit that the request itself is over, as AssocMaxWallDurationPerJobLimit."""
 
 Hostnames = Callable[[str], tuple[str, ...]]
@@ -72,7 +86,7 @@ class JobInfo:
     def hopeless(self) -> bool:
         """Whether it is pending and will not start by waiting."""
         hopeless = self.reason.startswith(_HOPELESS) or _OF_ONE_JOB.match(self.reason)
-        return self.state == "PENDING" and bool(hopeless)
+        return self.state == _HELD or (self.state == "PENDING" and bool(hopeless))
 
     def __str__(self) -> str:
         """`queued as job 12: PENDING (Resources)`, `job 12 is RUNNING on n1`."""

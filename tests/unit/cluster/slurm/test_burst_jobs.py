@@ -129,22 +129,56 @@ def test_a_request_whose_id_is_not_in_what_sbatch_prints_is_found_and_none_follo
         ("QOSMaxWallDurationPerJobLimit", True),
         ("AssocMaxNodePerJobLimit", True),
         ("QOSMaxGRESPerJob", True),
+        ("AssocMaxCpuPerNode", True),
+        ("QOSMaxMemoryPerNode", True),
+        ("QOSMinCpuNotSatisfied", True),
+        ("QOSMinGRES", True),
+        ("MaxMemPerLimit", True),
+        ("PartitionConfig", True),
+        ("AccountNotAllowed", True),
+        ("Job's account not permitted to use this partition (p allows a not b)", True),
+        ("uid 7 not in group permitted to use this partition (p). groups allowed: g", True),
+        ("QOSNotAllowed", True),
+        ("Job's QOS not permitted to use this partition (p allows a not b)", True),
+        ("DependencyNeverSatisfied", True),
+        ("ReservationDeleted", True),
+        ("ReservationInvalid", True),
         ("QOSMaxJobsPerUserLimit", False),
+        ("QOSMaxCpuPerUserLimit", False),
+        ("QOSMaxNodePerUserLimit", False),
+        ("QOSMaxSubmitJobPerUserLimit", False),
+        ("QOSGrpNodeLimit", False),
+        ("QOSUsageThreshold", False),
+        ("MaxNodePerAccount", False),
+        ("AssocMaxJobsLimit", False),
         ("AssocGrpNodeLimit", False),
+        ("Dependency", False),
+        ("Reservation", False),
         ("Resources", False),
     ],
 )
-def test_a_limit_on_one_job_is_not_waited_for(reason: str, hopeless: bool) -> None:
+def test_what_no_waiting_mends_is_not_waited_for(reason: str, hopeless: bool) -> None:
     assert JobInfo("7", None, "PENDING", reason, (), None).hopeless is hopeless
 
 
-def test_a_request_that_can_never_start_is_a_refused_one(cluster: Cluster, jobs: BurstJobs) -> None:
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ("PENDING", "PartitionTimeLimit"),
+        ("PENDING", "QOSNotAllowed"),
+        ("PENDING", "Job's QOS not permitted to use this partition (p allows a not b)"),
+        ("RESV_DEL_HOLD", "Reservation r was deleted"),
+    ],
+)
+def test_a_request_that_can_never_start_is_a_refused_one(
+    state: str, reason: str, cluster: Cluster, jobs: BurstJobs
+) -> None:
     cluster.answers["sbatch"] = Answer(0, "7\n")
     jobs.act()
     assert jobs.policy.pending == {"7": 1}
-    cluster.answers["squeue"] = Answer(0, "7|7|PENDING|PartitionTimeLimit|N/A||burst\n")
+    cluster.answers["squeue"] = Answer(0, f"7|7|{state}|{reason}|N/A||burst\n")
     assert jobs.observe(_now(cluster)) == []
-    assert cluster.notes == ["burst request 7 was refused: PartitionTimeLimit"]
+    assert cluster.notes == [f"burst request 7 was refused: {reason}"]
     assert cluster.asked[-1] == ["scancel", "7"]
     jobs.act()
     assert jobs.policy.pending == {}, "not before the back-off is over"
