@@ -346,7 +346,10 @@ class DeadlineSection(Section):
 
 _OWN_OPTIONS = {
     "cpus-per-task": "cpus_per_node",
+    "gpus": "gpus_per_node",
     "gpus-per-node": "gpus_per_node",
+    "gpus-per-socket": "gpus_per_node",
+    "gpus-per-task": "gpus_per_node",
     "job-name": "name",
     "no-requeue": "cluster.slurm.requeue",
     "nodes": "nodes",
@@ -362,6 +365,8 @@ _KEYLESS = re.compile(
     "array|clusters?|comment|error|hold|no-kill|open-mode|output|parsable|test-only|wait|wrap"
 )
 """More of them, of which no key says anything."""
+_GPUS_AMONG_OTHERS = re.compile(r"(^|[,:/])gpu([,:=]|$)")
+"""In a list of generic resources, as "nvme:1,gpu:h100:8" and "cpu=4,gres/gpu=1"."""
 _OWN_STEP_OPTIONS = {
     "container-image": "cluster.slurm.container.image",
     "container-mounts": "cluster.slurm.container.mounts",
@@ -425,11 +430,20 @@ def _option_value(value: str | int | bool) -> str | int | bool:
     return _plain(value) if isinstance(value, str) else value
 
 
+def _without_gpus(options: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
+    """Refuses GPUs in lists of resources: workers would not be counted by them."""
+    for name in ("gres", "tres-per-task"):
+        if _GPUS_AMONG_OTHERS.search(asked := str(options.get(name, ""))):
+            raise ValueError(f"liver gives --{name}={asked} itself; its key is gpus_per_node")
+    return options
+
+
 PlainText = Annotated[str, AfterValidator(_plain)]
 CommandLine = Annotated[str, AfterValidator(_words)]
 OptionName = Annotated[str, Field(pattern=r"^[a-z][a-z-]*$")]
 OptionValue = Annotated[str | int | bool, AfterValidator(_option_value)]
-SbatchOptions = dict[Annotated[OptionName, _not_ours(_OWN_OPTIONS, _KEYLESS, "")], OptionValue]
+_SbatchOption = Annotated[OptionName, _not_ours(_OWN_OPTIONS, _KEYLESS, "")]
+SbatchOptions = Annotated[dict[_SbatchOption, OptionValue], AfterValidator(_without_gpus)]
 """Further options of sbatch by their long names, without dashes; true means without a value."""
 _of_steps = _not_ours(_OWN_STEP_OPTIONS, _KEYLESS_OF_STEPS, " to the steps of agents")
 StepOptions = dict[Annotated[OptionName, _of_steps], OptionValue]

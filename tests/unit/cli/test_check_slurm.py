@@ -88,6 +88,21 @@ def test_keys_that_do_not_fit_together(
          "cluster.timeout_min, or time_min of a burst"),
         ([MAIN], {"burst": {**BURST, "options": {"array": "0-3"}}},
          "cluster.slurm.burst.options.array: liver gives --array itself"),
+        ([{**MAIN, "options": {"gpus": 8}}], {},
+         "cluster.slurm.components.0.options.gpus: liver gives --gpus itself; its key is "
+         "gpus_per_node"),
+        ([MAIN], {"burst": {**BURST, "options": {"gpus-per-task": "h100:8"}}},
+         "cluster.slurm.burst.options.gpus-per-task: liver gives --gpus-per-task itself; its key "
+         "is gpus_per_node"),
+        ([{**MAIN, "options": {"gpus-per-socket": 4}}], {},
+         "cluster.slurm.components.0.options.gpus-per-socket: liver gives --gpus-per-socket "
+         "itself; its key is gpus_per_node"),
+        *(([{**MAIN, "options": {name: asked}}], {},
+           f"cluster.slurm.components.0.options: liver gives --{name}={asked} itself; its key is "
+           "gpus_per_node")
+          for name, asked in [("gres", "gpu"), ("gres", "gpu:8"), ("gres", "nvme:1,gpu:h100:8"),
+                              ("gres", "gres/gpu:8"), ("tres-per-task", "cpu=4,gres/gpu=1"),
+                              ("tres-per-task", "gres:gpu:1")]),
         ([{**MAIN, "options": {"exclusive": False}}], {},
          "cluster.slurm.components.0.options.exclusive: wanted a value, or true for none; "
          "leave it out instead"),
@@ -125,6 +140,13 @@ def test_slots_of_a_node(
     section = {"components": [{"name": "main", **component}]}
     cluster = minimal(cluster={"workers_per_node": workers_per_node, "slurm": section}).cluster
     assert cluster.slots(cluster.slurm.components[0]) == slots
+
+
+def test_resources_other_than_gpus_are_options(tmp_path: Path) -> None:
+    options = {"gres": "nvme:1", "tres-per-task": "license/gpu_tool=1", "mem-per-gpu": "4G"}
+    section = {"kind": "slurm", "slurm": {"components": [{**MAIN, "options": options}]}}
+    config = load_run(write_minimal(tmp_path, cluster=section))
+    assert config.cluster.slurm.components[0].options == options
 
 
 @pytest.mark.parametrize("gpus", [-1, True, "h100", "h100:0", "4", "h100:4,a100:2", ":4", 1.5])
