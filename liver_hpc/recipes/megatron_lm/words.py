@@ -25,10 +25,12 @@ _PATHS = frozenset(
         "data_cache_path",
         "vocab_file",
         "merge_file",
+        "tokenizer_metadata",
     }
 )
-"""Options whose values are paths; other values are where there is such a file, as a tokenizer
-may be a name as well."""
+"""Options whose values are paths; other values with a slash are where there is such a file."""
+_TOKENIZER = "tokenizer_model"
+"""A file or a directory where there is one of that name, with a slash or without; else a name."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def _absolute(name: str, value: str) -> str:
     if "://" in value or not value or _is_number(value):  # an object store's; a blend's weight
         return value
     path = Path(os.path.expanduser(value))
-    is_one = name in _PATHS or ("/" in value and path.exists())
+    is_one = name in _PATHS or (("/" in value or name == _TOKENIZER) and path.exists())
     return str(path.absolute()) if is_one else value
 
 

@@ -41,7 +41,7 @@ def test_its_dump_is_complete_and_means_the_same_anywhere(
     (tmp_path / "tokens" / "bpe.model").touch()
     path = run_file(
         tmp_path,
-        "--save ckpt --save-interval 10 --data-path 1 data/a 2 data/b "
+        "--save ckpt --save-interval 10 --data-path 1 data/a 2 data/b --tokenizer-metadata t.json "
         "--tokenizer-model tokens/bpe.model --vocab-file=v.json --merge-file s3://bucket/merges",
         job=JOB.replace("--mock-data", ""),
     )
@@ -56,10 +56,28 @@ def test_its_dump_is_complete_and_means_the_same_anywhere(
         "1", str(tmp_path / "data/a"), "2", str(tmp_path / "data/b")
     ]  # fmt: skip
     assert words[words.index("--tokenizer-model") + 1] == str(tmp_path / "tokens/bpe.model")
+    assert words[words.index("--tokenizer-metadata") + 1] == str(tmp_path / "t.json")
     assert f"--vocab-file={tmp_path}/v.json" in words
     assert "s3://bucket/merges" in words
     assert config.checkpoint.directory == tmp_path / "ckpt"
     assert load_recipe(config).derived(load_recipe(config).options) is not None
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "is_path"),
+    [("bpe.model", True), ("tokens", True), ("gpt2", False), ("org/gpt2", False)],
+)
+def test_a_tokenizer_is_a_path_where_there_is_one_of_its_name(
+    tokenizer: str, is_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for Megatron's tokenizers, which else take it for a name on a hub."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bpe.model").touch()
+    (tmp_path / "tokens").mkdir()
+    more = f"--tokenizer-model {tokenizer}"
+    words = load_users_run(run_file(tmp_path, more)).model["args"]
+    found = words[words.index("--tokenizer-model") + 1]
+    assert found == (str(tmp_path / tokenizer) if is_path else tokenizer)
 
 
 def test_present_and_equal_is_fine(tmp_path: Path) -> None:
