@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 from dataclasses import asdict
 
@@ -16,6 +17,8 @@ from liver_hpc.errors import LiverError
 from liver_hpc.recipes.completion import load_users_run
 
 _NEEDED = ("commands", "controller", "partitions", "run directory")
+_REFUSED_ACCOUNT = re.compile(r"invalid ?(account|qos)\b|(account|qos) ?not", re.IGNORECASE)
+"""As srun says it, and as a reason to stay pending."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -57,8 +60,16 @@ def _examine(order: Order, examination: Examination) -> None:
         try:
             _examine_nodes(order, examination)
         except LiverError as error:
-            advice = "see `squeue` and `sinfo`; ask for fewer nodes"
-            examination.tell("allocation", failed(str(error), advice))
+            examination.tell("allocation", failed(str(error), _advice(str(error))))
+
+
+def _advice(refusal: str) -> str:
+    if _REFUSED_ACCOUNT.search(refusal):
+        return (
+            "see `sacctmgr show associations`; name an account with --account, or `account` and "
+            "`qos` in cluster.slurm or in the options of the component or burst in that partition"
+        )
+    return "see `squeue` and `sinfo`; ask for fewer nodes"
 
 
 def _examine_nodes(order: Order, examination: Examination) -> None:

@@ -38,7 +38,10 @@ ALLOCATION_MIN = 10
 """Time limit of the doctor's own allocation, in minutes: its end is Slurm's, whatever happens."""
 MOST_SKEW_S = 0.5
 
-_AS_THE_RUN = ("constraint", "reservation", "mem", "mem-per-cpu", "mem-per-gpu")
+_AS_THE_RUN = (
+    *("account", "qos", "constraint", "exclusive", "reservation"),
+    *("mem", "mem-per-cpu", "mem-per-gpu"),
+)
 """Options of sbatch that the doctor's own allocation has of the run's part in that partition."""
 _START_S = 60.0
 _END_S = 5.0
@@ -212,11 +215,13 @@ def _srun(order: Order, count: int, name: str, around: str) -> list[str]:
         words.append("--overlap")
     else:
         wanted |= {"time": ALLOCATION_MIN, "partition": order.partition}
-        wanted |= {"account": order.account or order.slurm.account, "qos": order.slurm.qos}
+        given: dict[str, Any] = {"account": order.slurm.account, "qos": order.slurm.qos}
         parts = (part for part in order.config.cluster.parts if part.partition == order.partition)
         if (part := next(parts, None)) is not None:
-            wanted |= {name: part.options.get(name) for name in _AS_THE_RUN}
+            given |= part.options
             wanted["cpus-per-task"] = part.cpus_per_node
+        wanted |= {name: given.get(name) for name in _AS_THE_RUN}
+        wanted["account"] = order.account or given["account"]
     return words + option_words({name: v for name, v in wanted.items() if v is not None})
 
 

@@ -9,12 +9,15 @@ import sys
 from contextlib import closing
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import NoReturn
 
 import psutil
 import pytest
 
+from liver_hpc.cli.main import main as liver
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.slurm.commands import SlurmCommands
+from liver_hpc.doctor import command
 from liver_hpc.doctor.checks import Order
 from liver_hpc.doctor.nodes import Nodes, nodes_of
 from liver_hpc.errors import DeadlineError, LiverError
@@ -119,16 +122,24 @@ sys.stdin.read()
 """
 
 
+CHEAP = ("--qos=cheap", "--exclusive")
+
+
 @pytest.mark.parametrize(
-    ("partition", "wanted"),
+    ("partition", "account", "wanted"),
     [
-        ("gpu", {"--cpus-per-task=8", "--mem=0", "--constraint=ib"}),
-        ("preempt", {"--cpus-per-task=4", "--mem-per-gpu=8G"}),
-        ("other", set[str]()),
+        ("gpu", None, {"--cpus-per-task=8", "--mem=0", "--constraint=ib", "--account=physics"}),
+        ("preempt", None, {"--cpus-per-task=4", "--mem-per-gpu=8G", *CHEAP, "--account=guest"}),
+        ("preempt", "mine", {"--cpus-per-task=4", "--mem-per-gpu=8G", *CHEAP, "--account=mine"}),
+        ("other", None, {"--account=physics"}),
     ],
 )
 def test_probes_start_as_what_a_run_starts(
-    partition: str, wanted: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    partition: str,
+    account: str | None,
+    wanted: set[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Behind `setup`, which brings the srun here, and gets nothing of what is said to it."""
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
@@ -140,19 +151,49 @@ def test_probes_start_as_what_a_run_starts(
     options = {"mem": 0, "constraint": "ib"}
     main = {"name": "main", "partition": "gpu", "cpus_per_node": 8, "options": options}
     burst = {"partition": "preempt", "max_nodes": 1, "cpus_per_node": 4}
+    cheap = {"mem-per-gpu": "8G", "account": "guest", "qos": "cheap", "exclusive": True}
     slurm = {
+        "account": "physics",
         "components": [main],
-        "burst": {**burst, "options": {"mem-per-gpu": "8G"}},
+        "burst": {**burst, "options": cheap},
         "setup": ["cat", f'export PATH={tmp_path}/module:"$PATH"'],
     }
     config = minimal(cluster={"kind": "slurm", "slurm": slurm}, runs_directory=tmp_path / "runs")
     commands = SlurmCommands(1.0, 1.0, run=lambda words, _: CompletedProcess(words, 0, "", ""))
-    order = Order(config, nodes=1, partition=partition, commands=commands)
+    order = Order(config, nodes=1, partition=partition, account=account, commands=commands)
     with nodes_of(order) as (nodes, job):
         assert (nodes.names, job) == (["n1"], "77")
     given = {*(tmp_path / "words").read_text().split()}
-    some = ("--cpus-per-task", "--mem", "--constraint")
+    some = ("--cpus-per-task", "--mem", "--constraint", "--account", "--qos", "--exclusive")
     assert {word for word in given if word.startswith(some)} == wanted
+
+
+@pytest.mark.parametrize(
+    ("refusal", "advice"),
+    [
+        ("Invalid account or account/partition combination specified", "--account"),
+        ("Invalid qos specification", "`qos`"),
+        ("Job's QOS not permitted to use this partition", "`qos`"),
+        ("the request is pending, AccountNotAllowed", "--account"),
+        ("the request is pending, Resources", "fewer nodes"),
+        ("Job violates accounting/QOS policy (job submit limit)", "fewer nodes"),
+    ],
+)
+def test_who_is_refused_for_an_account_is_told_where_it_is_given(
+    refusal: str,
+    advice: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refused(_order: Order) -> NoReturn:
+        raise LiverError(f"the hello probe on 2 nodes: srun: error: {refusal}")
+
+    monkeypatch.setattr(command, "nodes_of", refused)
+    monkeypatch.setattr(command, "LOGIN_CHECKS", ())
+    monkeypatch.setattr(command, "_NEEDED", ())
+    assert liver(["doctor", "--nodes", "2"]) == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert advice in line.partition(refusal)[2]
 
 
 def test_the_command_says_what_it_takes() -> None:
