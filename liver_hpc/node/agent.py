@@ -159,7 +159,6 @@ class Agent:
         self._warms = config.workers.warm and not plan.stand_in
         self._warm: WarmProcess | None = None
         self._line: Line | None = None  # once it has met
-        self._next_coordinator: Child | None = None  # that which this agent has begun
         self._early: list[m.WorkerEnded | m.LaunchEnded] = []  # before that
 
     def run(self) -> int:
@@ -422,12 +421,10 @@ class Agent:
     def _coordinator_missed(self, epoch: int) -> None:
         """In the thread that has called it for a while."""
         try:
-            self._next_coordinator = begin_coordinator(self._plan.first.run_directory, epoch)
+            if begin_coordinator(self._plan.first.run_directory, epoch):
+                log.warning("coordinator %d is gone: another one begins on this node", epoch)
         except (LiverError, OSError) as error:
             log.error("no other coordinator can begin here: %s", error)
-        else:
-            if self._next_coordinator is not None:
-                log.warning("coordinator %d is gone: another one begins on this node", epoch)
 
     def _call(self) -> m.Calls:
         return m.Calls(agent=self._name, version=__version__, launches=tuple(self._launches))

@@ -17,6 +17,7 @@ import signal
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from liver_hpc.clock import Deadline, SystemClock
@@ -28,7 +29,7 @@ from liver_hpc.config.schema import SlurmSection
 from liver_hpc.host.child import Child, Command
 from liver_hpc.host.process import clean_environment, quiet_thread
 from liver_hpc.run.directory import RunDirectory
-from liver_hpc.run.epoch import claim_succession
+from liver_hpc.run.epoch import claim_succession, newest_epoch
 from liver_hpc.run.outcome import write_private_json
 
 ENVIRONMENT_FILE = "job-environment.json"
@@ -36,6 +37,7 @@ _OF_A_JOB = ("SLURM_JOB_", "SLURM_HET_", "SLURM_ARRAY_", "SLURM_CLUSTER_", "SLUR
 _STEP = "liver-coordinator-"
 _COORDINATE = ("liver_hpc", "coordinate", "--script-lost")
 _LOOK_S = 10.0
+_AGAIN_S = 3.0
 _MARGIN_S = 60.0
 """Of Slurm, to drop a node from its jobs after the time that it may be silent."""
 
@@ -63,36 +65,52 @@ def script_environment(run: RunDirectory, environ: Mapping[str, str]) -> dict[st
 # ---- another coordinator
 
 
-def begin_coordinator(run_directory: Path, epoch: int) -> Child | None:
-    """Called by agents that have missed coordinator `epoch` for a while. The srun of a step on this
-    node, in which another one takes over, in the first that calls.
+def begin_coordinator(run_directory: Path, epoch: int) -> bool:
+    """Called by agents that have missed coordinator `epoch` for a while. Has another one take over
+    in a step on this node, in the first that calls.
 
-    None in the others; where the run has ended, is not on Slurm, or this node is not of its own
+    False in the others; where the run has ended, is not on Slurm, or this node is not of its own
     job; and where there is no srun, as in most images. Raises LiverError, OSError.
     """
     run = RunDirectory(run_directory)
     config = run.config()
     if config.cluster.kind != "slurm" or run.outcome() is not None or not shutil.which("srun"):
-        return None
+        return False
     if not (told := script_environment(run, os.environ)):
-        return None
-    node, commands = os.environ["SLURMD_NODENAME"], SlurmCommands(config.cluster.slurm.command_s, 0)
+        return False
+    commands = SlurmCommands(config.cluster.slurm.command_s, 0.0)
     own = own_allocations(told, config, commands.hostnames, commands.nodes_of)
-    here = next(held for held in own if node in held.nodes)
-    if not claim_succession(run_directory, epoch):
-        return None
+    node = os.environ.get("SLURMD_NODENAME", "")
+    here = next((held for held in own if node in held.nodes), None)
+    if here is None or not claim_succession(run_directory, epoch):
+        return False
     name = f"{_STEP}{epoch + 1}"
     step = srun_words(here, name, [node])
-    return Child(
-        Command(
-            f"srun of step {name}",
-            [*step, *python_words(config.cluster), "-u", "-m", *_COORDINATE, str(run)],
-            orphan_signal=None,
-            environment=clean_environment(os.environ),
-            log=run.path / "logs" / f"srun-{name.removeprefix('liver-')}.log",
-            apart="session",
-        )
+    command = Command(
+        f"srun of step {name}",
+        [*step, *python_words(config.cluster), "-u", "-m", *_COORDINATE, str(run)],
+        orphan_signal=None,
+        environment=clean_environment(os.environ),
+        log=run.path / "logs" / f"srun-{name.removeprefix('liver-')}.log",
+        apart="session",
     )
+    limit = Deadline.after(SystemClock(), config.deadlines.coordinator_s, f"step {name}")
+    quiet_thread(partial(_begin, command, run, epoch, limit), "coordinator")
+    return True
+
+
+def _begin(command: Command, run: RunDirectory, epoch: int, limit: Deadline) -> None:
+    """Again where Slurm does not begin the step: its controller may be busy, or missing the node,
+    too."""
+    pause = threading.Event()
+    while not limit.expired():
+        srun = Child(command)
+        while srun.exit_code() is None:
+            pause.wait(1.0)  # it lasts for as long as the coordinator does
+        if newest_epoch(run.path) > epoch:
+            return
+        log.error("%s: exit code %s, see its log", command.name, srun.exit_code())
+        pause.wait(min(_AGAIN_S, limit.remaining_s()))
 
 
 def warn_of_the_end(slurm: SlurmSection, job_id: str) -> None:

@@ -144,6 +144,7 @@ def on_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, node: str, job: str
     monkeypatch.setenv("PATH", f"{srun.parent}:/usr/bin:/bin")
     monkeypatch.setenv("SLURM_JOB_ID", job)
     monkeypatch.setenv("SLURMD_NODENAME", node)
+    monkeypatch.setattr(orphaned, "_AGAIN_S", 0.1)
     return told
 
 
@@ -164,14 +165,16 @@ def test_the_first_agent_that_misses_the_coordinator_has_another_one_begin(
 ) -> None:
     """In a step on its own node, of the component that this one is in; and no other agent does."""
     told = on_node(monkeypatch, tmp_path, "n9")
-    srun = begin_coordinator(het.path, 1)
-    assert srun is not None
+    assert begin_coordinator(het.path, 1)
     _await(told)
     words = told.read_text().split()
     assert {"--jobid=77", "--het-group=1", "--nodelist=n9", "--overlap"} <= {*words}
     assert words[-5:] == ["-m", "liver_hpc", "coordinate", "--script-lost", str(het.path)]
+    told.unlink()
+    _await(told)  # it did not begin
+    claim_epoch(het.path)
     on_node(monkeypatch, tmp_path, "n1")
-    assert begin_coordinator(het.path, 1) is None
+    assert not begin_coordinator(het.path, 1)
 
 
 def _await(path: Path) -> None:
@@ -186,14 +189,14 @@ def test_none_begins_where_it_would_be_of_no_use(
 ) -> None:
     """On a burst node, where another one has come already, without srun, after the run's end."""
     on_node(monkeypatch, tmp_path, "n40", job="90")
-    assert begin_coordinator(het.path, 1) is None
+    assert not begin_coordinator(het.path, 1)
     on_node(monkeypatch, tmp_path, "n1")
-    assert begin_coordinator(het.path, 0) is None
+    assert not begin_coordinator(het.path, 0)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert begin_coordinator(het.path, 1) is None
+    assert not begin_coordinator(het.path, 1)
     on_node(monkeypatch, tmp_path, "n1")
     Outcome("stopped", "", 7).write(het.path)
-    assert begin_coordinator(het.path, 1) is None
+    assert not begin_coordinator(het.path, 1)
 
 
 def test_what_the_script_was_told_is_for_steps_of_that_job(het: RunDirectory) -> None:
