@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,10 +67,13 @@ def is_whole(path: Path) -> bool:
     return True
 
 
-def changed_files(checkpoint: Checkpoint) -> list[str]:
-    """Which files are not what was written; reads all of them."""
+def changed_files(checkpoint: Checkpoint, goes_on: Callable[[], bool] = lambda: True) -> list[str]:
+    """Which files are not what was written; reads all of them. goes_on: asked before each file,
+    whether it is to be read."""
     found = []
     for part in (*checkpoint.index.parts, *checkpoint.index.further):
+        if not goes_on():
+            break
         file = checkpoint.path / part.file
         try:
             got = checksum(file)

@@ -69,7 +69,12 @@ log = logging.getLogger(__name__)
 RECORDED_PACKAGES = ("liver-hpc", "torch", "megatron-core")
 
 Found = (
-    e.CheckpointWritten | e.CheckpointFailed | e.StateRestored | e.CheckpointDamaged | e.ShellFailed
+    e.CheckpointWritten
+    | e.CheckpointFailed
+    | e.StateRestored
+    | e.CheckpointDoubted
+    | e.CheckpointDamaged
+    | e.ShellFailed
 )
 """What comes of what workers say of checkpoints."""
 
@@ -97,6 +102,7 @@ class Checkpoints:
         self._pending: dict[tuple[int, int], dict[int, Saved]] = {}
         self._source: Checkpoint | Loaded | None = None
         self._restored: dict[int, Restored] = {}
+        self._closed = False
         self._files = FileWork[Found]("the files of checkpoints", epoch, wake)
         self._removals = FileWork[Found]("the removal of old checkpoints", epoch)
 
@@ -111,7 +117,9 @@ class Checkpoints:
         return self.found()
 
     def close(self, limit_s: float) -> None:
-        """Waits for what is to be done, old checkpoints to be removed too, for so long at most."""
+        """Waits for what is to be done, old checkpoints to be removed too, for so long at most.
+        No checkpoint that was to be read again is set aside after that."""
+        self._closed = True
         self._files.close(limit_s)
         self._removals.close(limit_s)
 
@@ -195,6 +203,7 @@ class Checkpoints:
                 self._difference(source.index, rank_map),
             )
         if problem:
+            self._files.say(e.CheckpointDoubted(f"what was {what}: {problem}"))
             return self._refused(source, f"what was {what}: {problem}")
         return e.StateRestored(generation)
 
@@ -202,10 +211,12 @@ class Checkpoints:
         """The run goes on from the checkpoint before where this one's files have changed; all of
         them are read for that."""
         if isinstance(source, Loaded):
-            files = [] if source.of_run is None else changed_files(source.of_run)
+            files = [] if source.of_run is None else self._changed(source.of_run)
             return e.ShellFailed("; ".join([f"{source.path}: {problem}", *files[:1]]))
         path, problem = source.path, f"{source.path}: {problem}"
-        changed = _first(changed_files(source))
+        changed = _first(self._changed(source))
+        if self._closed:  # the next start may be reading it
+            return e.ShellFailed(f"{problem}; not all of its files were read again")
         steps = [step for step, _ in complete_checkpoints(self.directory)]
         earlier = [step for step in steps if step < source.index.scalars.step]
         what = changed or "its files are as they were written"
@@ -216,6 +227,9 @@ class Checkpoints:
             return e.ShellFailed(f"{problem}; {what}; {todo}")
         todo = f"it is now {self._set_aside(path)}; the run goes on from step {earlier[-1]}"
         return e.CheckpointDamaged(f"{problem}; {what}; {todo}")
+
+    def _changed(self, checkpoint: Checkpoint) -> list[str]:
+        return changed_files(checkpoint, goes_on=lambda: not self._closed)
 
     def _unlike_copies(self, loaded: Loaded, rank_map: RankMap) -> str:
         """Where workers hold copies of the same that differ, or are not where the checkpoint is."""

@@ -44,6 +44,12 @@ class FileWork(Generic[T]):
                 self._thread = quiet_thread(self._work, self._what)
         self._tasks.put(task)
 
+    def say(self, found: T) -> None:
+        """What a task has found out that goes on."""
+        with self._changed:
+            self._found.append(found)
+        self._wake()
+
     def found(self) -> list[T]:
         """What has been found out since the last call."""
         with self._changed:

@@ -247,6 +247,13 @@ class StateRestored:
 
 
 @dataclass(frozen=True)
+class CheckpointDoubted:
+    """What all workers of the first world hold is not what was saved: all files are read now."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class CheckpointDamaged:
     """The checkpoint that this start goes on from is not what was written, and is set aside: the
     next start goes on from the one before."""
@@ -366,6 +373,7 @@ Event = (
     | OperatorAsked
     | StopSignalled
     | StateRestored
+    | CheckpointDoubted
     | CheckpointDamaged
     | CheckpointWritten
     | CheckpointFailed

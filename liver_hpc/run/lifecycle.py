@@ -158,6 +158,7 @@ class Lifecycle:
         self._launched = False
         self._in_vain = 0  # starts in a row that had too few nodes
         self._have_restored: set[int] = set()
+        self._doubted = False  # the checkpoint's files are read, to find out which has changed
         self._deadline: Deadline | None = None  # of the start, and of the end
         self._stop_reason = ""
         self._stop_as = Ending.STOPPED
@@ -256,8 +257,11 @@ class Lifecycle:
         self._note(f"training begins: {self.world}")
 
     def _start_failed(self, reason: str) -> None:
-        """A start without a worker: from a checkpoint it is tried again, maybe on other nodes."""
-        if not self._goes_on:
+        """A start without a worker: from a checkpoint it is tried again, maybe on other nodes; but
+        not while it is found out whether that one is damaged."""
+        if self._doubted:
+            self._out.append(Log(reason))
+        elif not self._goes_on:
             self._fail(reason)
         else:
             self._end(Ending.RESTART, reason)

@@ -159,6 +159,21 @@ class Run(Lifecycle):
         self.agents.send(self.world.rank_map.workers, m.Proceed(generation=event.generation))
         self._train()
 
+    def _checkpoint_doubted(self, event: m.NotRestored | e.CheckpointDoubted) -> None:
+        """Which file is at fault is found out elsewhere. That may take long: no worker is needed
+        for it, and nothing that becomes of them ends this start before."""
+        if self._doubted or self._resumed is None:
+            return
+        who = f"worker {event.worker}: " if isinstance(event, m.NotRestored) else ""
+        why = f"reading all files of {self._resumed.path}: {who}{event.reason}"
+        self._doubted, self._deadline = True, None
+        self._note(why)
+        self.agents.send(self.agents.present(), m.Exit(reason=why))
+
+    def _checkpoint_damaged(self, event: e.CheckpointDamaged) -> None:
+        self._doubted = False
+        self._start_failed(event.reason)
+
     # ---- agents
 
     def _agent_ended(self, event: e.AgentEnded) -> None:
@@ -364,7 +379,7 @@ class Run(Lifecycle):
 
     def _begins_on(self, node: str) -> bool:
         """Whether the run is starting, on this node among others."""
-        starting = self._state is STARTING
+        starting = self._state is STARTING and not self._doubted
         return starting and self.agents.launched_on({node}, self._first_generation)
 
     def _end_near(self, event: e.EndNear) -> None:
@@ -485,9 +500,10 @@ _TABLE: dict[tuple[RunState, type], Handler] = {
             e.CoordinatorStarted: Run._coordinator_started,
             e.LaunchAllowed: Run._launch_allowed,
             e.StateRestored: Run._state_restored,
-            e.CheckpointDamaged: lambda run, event: run._start_failed(event.reason),
+            e.CheckpointDoubted: Run._checkpoint_doubted,
+            e.CheckpointDamaged: Run._checkpoint_damaged,
             m.Restored: Run._restored,
-            m.NotRestored: lambda run, event: None,  # what follows is found out elsewhere
+            m.NotRestored: Run._checkpoint_doubted,
         },
     ),
     **_in(

@@ -16,6 +16,7 @@ import pytest
 from liver_hpc.checkpoint.index import (
     FORMAT_VERSION,
     INDEX_FILE,
+    checksum,
     complete_checkpoints,
     newest_step,
     read_index,
@@ -30,6 +31,7 @@ from liver_hpc.protocol.messages import NotRestored, Restored, Saved
 from liver_hpc.run.epoch import Epoch
 from liver_hpc.run.events import (
     CheckpointDamaged,
+    CheckpointDoubted,
     CheckpointFailed,
     CheckpointWritten,
     Resumed,
@@ -471,7 +473,10 @@ def test_one_whose_bytes_have_changed_is_set_aside_for_the_next_start(disk: Disk
     (at,) = one.coordinates()
     digests = digests_of(empty(TIED, one, at))
     message = Restored(worker=0, generation=0, scalars=scalar_state(8), digests=digests)
-    refused = restore_part(later, message, restored_rank_map(one))
+    later.restored(message, restored_rank_map(one))
+    doubted, refused = later.found()
+    assert isinstance(doubted, CheckpointDoubted)
+    assert doubted.reason.startswith("what was restored is not what was saved: ")
     assert isinstance(refused, CheckpointDamaged)
     said = r"__0_0.distcp has changed on the disk .* it is now .*damaged-iter_0000008; the run goes"
     assert re.search(said, refused.reason)
@@ -501,6 +506,33 @@ def test_one_that_a_worker_cannot_read_is_set_aside_where_its_files_have_changed
         "iter_0000004" if damage is None else "damaged-iter_0000008",
         "iter_0000008" if damage is None else "iter_0000004",
     ]
+
+
+def test_what_is_read_again_stays_as_it_is_once_the_start_is_over(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one may be reading it."""
+    for step in (4, 8):
+        disk.save(TWO, step)
+    reads, goes_on = threading.Event(), threading.Event()
+    later = Disk(TIED, disk.run_directory).checkpoints
+    later.open()
+    later._files = FileWork("files", Epoch(disk.run_directory, 1))
+
+    def slow(path: Path) -> str:
+        reads.set()
+        assert goes_on.wait(10.0)
+        return checksum(path)
+
+    monkeypatch.setattr("liver_hpc.checkpoint.newest.checksum", slow)
+    change_a_part(disk.directory / "iter_0000008")
+    told = NotRestored(worker=0, generation=0, reason="cannot be read")
+    later.restored(told, restored_rank_map(TWO))
+    assert reads.wait(10.0)
+    later.close(0.05)
+    goes_on.set()
+    assert later.settle(10.0)
+    assert disk.steps() == ["iter_0000004", "iter_0000008"]
 
 
 def test_the_last_one_is_never_set_aside(disk: Disk) -> None:

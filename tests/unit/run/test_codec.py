@@ -81,6 +81,7 @@ EVENTS: list[e.Event] = [
     e.OperatorAsked(5, m.StopRequest(checkpoint=True)),
     e.StopSignalled("SIGTERM"),
     e.StateRestored(6),
+    e.CheckpointDoubted("exp_avg differs"),
     e.CheckpointDamaged("iter_0000005/__0_0.distcp has changed"),
     e.CheckpointWritten(5, "/checkpoints/step-5", 10, 0.1, 20),
     e.CheckpointFailed(5, "the disk is full"),

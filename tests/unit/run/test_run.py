@@ -616,6 +616,27 @@ def test_an_evaluation_is_made_up_for_that_the_start_before_did_not_do(
     assert begin.evaluate is owes
 
 
+@pytest.mark.parametrize("told", ["one cannot read it", "digests differ"])
+def test_a_start_waits_until_it_is_known_whether_its_checkpoint_is_damaged(told: str) -> None:
+    """A large one is read for longer than workers would be waited for."""
+    run, begin = begun(e.Memory(4))
+    first, *_ = workers = begin.rank_map.rank_map().workers
+    lost, late_s = e.WorkerGone(first, "exit code 0"), 400.0
+    doubt: e.Event = e.CheckpointDoubted("exp_avg differs")
+    if told == "one cannot read it":
+        doubt = m.NotRestored(worker=first, generation=begin.generation, reason="truncated")
+    actions = run.handle(doubt, 4.0)
+    (send,) = of(a.Send, actions)
+    assert send.workers == workers  # type: ignore[attr-defined]
+    assert isinstance(send.message, m.Exit)  # type: ignore[attr-defined]
+    (note,) = of(a.Note, actions)
+    assert note.text.startswith("reading all files of /checkpoints/step-5: ")  # type: ignore[attr-defined]
+    for at_s, event in ((5.0, lost), (late_s, e.Tick()), (late_s, NodeGone("n2", "it is down"))):
+        assert not of(End, run.handle(event, at_s))
+    (end,) = of(End, run.handle(e.CheckpointDamaged("it is now damaged-step-5"), late_s + 1.0))
+    assert (end.state, end.reason) == (Ending.RESTART, "it is now damaged-step-5")  # type: ignore[attr-defined]
+
+
 def test_an_evaluation_is_recorded_shown_and_remembered() -> None:
     run, _ = begun(e.Memory(4, evaluated=5), 7)
     workers = run.world.rank_map.workers  # type: ignore[union-attr]
