@@ -11,6 +11,7 @@ from liver_hpc.checkpoint.copied import BoxView
 from liver_hpc.checkpoint.index import INDEX_FILE, SavedModel, partial_path, read_index
 from liver_hpc.checkpoint.torch_dist.parts import PartWriter, Peers, read, read_weights
 from liver_hpc.errors import CheckpointError
+from liver_hpc.host.process import quiet_thread
 from liver_hpc.protocol.messages import ClassDigest, Restored, Saved, ScalarState
 from liver_hpc.world.context import FAILURES, WorkerContext
 from liver_hpc.world.world import World
@@ -33,6 +34,7 @@ class Save:
     ) -> None:
         self.scalars = world.scalar_state(step)
         self._worker, self._generation = world.worker, world.generation
+        self._rank = world.rank_map.layout.rank(world.at)
         self._clock, self._started_s = context.clock, context.clock.now_s()
         self._where = directory
         self._writer: PartWriter | None = None
@@ -63,6 +65,7 @@ class Save:
         after all others have written.
         """
         if self._writer is None:
+            self._tell_peers(self._problem)
             return self.failed(self._problem)
         try:
             state, digests = take()
@@ -70,10 +73,7 @@ class Save:
             part = self._writer.write(state)
         except FAILURES as error:
             problem = self._logged(error)
-            try:
-                self._writer.fail(problem)
-            except FAILURES:
-                log.exception("nobody could be told that step %d is not saved", self.scalars.step)
+            self._tell_peers(problem)
             return self.failed(problem)
         return Saved(
             worker=self._worker,
@@ -84,6 +84,21 @@ class Save:
             took_s=self._clock.now_s() - self._started_s,
             digests=digests,
         )
+
+    def give_up(self, reason: str) -> Saved:
+        """What the coordinator is told, at once. Rank 0 hears of it, too, and does not wait for
+        this part any longer."""
+        quiet_thread(lambda: self._tell_peers(reason), "a checkpoint given up")
+        return self.failed(reason)
+
+    def _tell_peers(self, problem: str) -> None:
+        """Tells rank 0 that this rank's file will not come."""
+        if self._rank == 0:
+            return
+        try:
+            self._peers.tell(self._rank, problem)
+        except FAILURES:
+            log.exception("nobody could be told that step %d is not saved", self.scalars.step)
 
     def failed(self, reason: str) -> Saved:
         """What the coordinator is told then."""

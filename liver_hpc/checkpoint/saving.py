@@ -84,7 +84,7 @@ class Saving:
         world.settle()
         made = Save(context, world, step, context.checkpoints)
         if not self._ended(context.config.deadlines.collective_s / 2):
-            context.send(made.failed("the checkpoint before is still being written"))
+            context.send(made.give_up("the checkpoint before is still being written"))
             return
         self._began_s = context.clock.now_s()
         if self._writing is not None and self._writing.late:
@@ -224,7 +224,8 @@ class _Writing(threading.Thread):
     def give_up(self, reason: str) -> None:
         """What it still does comes to nothing, where the coordinator has not been told yet."""
         self._copy.given_up = self._copy.given_up or reason
-        self._tell(self._made.failed(f"given up: {reason}"))
+        if not self.told:
+            self._tell(self._made.give_up(f"given up: {reason}"))
 
     def _tell(self, saved: Saved) -> None:
         with self._telling:

@@ -125,11 +125,6 @@ class PartWriter:
         write_common(self._partial, common)
         return written
 
-    def fail(self, reason: str) -> None:
-        """Tells rank 0 that this rank's file will not come."""
-        if self._rank != 0:
-            self._peers.tell(self._rank, reason)
-
 
 class Peers:
     """How rank 0 learns what has become of the other ranks' files: by keys of a store that begin

@@ -114,8 +114,6 @@ class PlainWriter:
     def write(self, state: BoxView) -> Part:
         return write_part(state, self._step, self._partial)
 
-    def fail(self, reason: str) -> None: ...
-
 
 class ModelOnly(TinyRecipe):
     """A recipe of which nothing but the tensors matters."""

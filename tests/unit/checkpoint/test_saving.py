@@ -116,8 +116,8 @@ def test_a_copy_gives_parts_of_boxes_and_refuses_what_it_lacks() -> None:
 
 
 class Seat:
-    """A worker that saves, in a world of one. made: host memory, by its bytes. kind: of its
-    device."""
+    """A worker that saves, in a world of one, or has a rank in that of another layout. made: host
+    memory, by its bytes. kind: of its device."""
 
     def __init__(
         self,
@@ -125,18 +125,20 @@ class Seat:
         collective_s: float = 60.0,
         clock: Clock | None = None,
         kind: str = "cpu",
+        layout: Layout = ONE,
+        rank: int = 0,
     ) -> None:
-        (at,) = ONE.coordinates()
+        at = [*layout.coordinates()][rank]
         self.directory = directory
         self.said: list[FromWorker] = []
-        self.state = filled(TIED, ONE, at)
+        self.state = filled(TIED, layout, at)
         self.settled = 0
         self.made: list[int] = []
         self.world: Any = SimpleNamespace(
             recipe=SimpleNamespace(spec=TIED),
-            rank_map=rank_map(ONE),
+            rank_map=rank_map(layout),
             at=at,
-            worker=0,
+            worker=rank,
             generation=3,
             state=self.state,
             settle=self._settle,
@@ -605,6 +607,58 @@ def line() -> Iterator[Line]:
     made = Line()
     yield made
     made.service.close()
+
+
+class TwoRanks(PlainWriter):
+    """Those of two, of which the first waits for the other one's part, as `PartWriter` does."""
+
+    def __init__(self, world: Any, scalars: Any, partial: Path, peers: Any) -> None:
+        super().__init__(world, scalars, partial, peers)
+        self._rank, self._peers = world.worker, peers
+
+    def write(self, state: Any) -> Any:
+        if self._rank == 0:
+            raise CheckpointError("; ".join(self._peers.problems(2)))
+        return super().write(state)
+
+
+class NoWriter(PlainWriter):
+    """Of a module that does not say where all of a tensor lies."""
+
+    def __init__(self, world: Any, *others: Any) -> None:
+        super().__init__(world, *others)
+        raise PlanError("nobody knows where")
+
+
+@pytest.mark.parametrize("gives_up", ["its disk hangs", "a handoff hurries", "it has no writer"])
+def test_who_gives_a_checkpoint_up_has_rank_0_wait_no_longer(
+    gives_up: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: Line, held: Held
+) -> None:
+    """Which would write no other one meanwhile, and have training wait for it."""
+    monkeypatch.setattr("liver_hpc.checkpoint.parts.PartWriter", TwoRanks)
+    first, second = (Seat(tmp_path, 1e4, layout=Layout(1, 1, 2), rank=rank) for rank in (0, 1))
+    for seat in (first, second):
+        seat.context.open_store = line.open_store
+    first.saving.begin(first.world, 8)
+    wait_until(lambda: line.asked == ["wait"])
+    if gives_up == "its disk hangs":
+        second.saving.begin(second.world, 4)
+        assert held.writes.wait(WAIT_S)
+        second.saving._waited_in_vain = True
+        second.saving.begin(second.world, 8)
+        why = "the checkpoint before is still being written"
+    elif gives_up == "a handoff hurries":
+        second.saving.begin(second.world, 8)
+        assert held.writes.wait(WAIT_S)
+        second.saving.finish(0.0)
+        why = "given up: the run has waited 0 s for it"
+    else:
+        monkeypatch.setattr("liver_hpc.checkpoint.parts.PartWriter", NoWriter)
+        second.saving.begin(second.world, 8)
+        why = "nobody knows where"
+    (saved,) = first.told(1)
+    assert saved.error == f"rank 1: {why}"
+    assert second.told(1)[0].error == why
 
 
 @pytest.mark.parametrize("ranks", [4, 64])
