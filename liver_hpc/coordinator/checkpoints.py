@@ -268,10 +268,7 @@ class Checkpoints:
         """Of a damaged checkpoint; a job of Megatron's loads the one before it, then."""
         left = [step for step, other in complete_checkpoints(self.directory) if other != path]
         if left:
-            try:
-                track(self.directory, left[-1])
-            except OSError as error:  # a full disk; this run does not read it
-                log.warning("%s: %s", self.directory / TRACKER_FILE, error.strerror)
+            self._track(left[-1])
         return set_aside(path)
 
     # ---- while it trains
@@ -292,7 +289,7 @@ class Checkpoints:
             try:
                 self._commit(parts, world)
             except OSError as error:
-                problem = f"{error.filename}: {error.strerror}"
+                problem = f"{error.filename or self.directory}: {error.strerror}"
             except CheckpointError as error:
                 problem = str(error)
         if problem:
@@ -344,7 +341,7 @@ class Checkpoints:
         final = iteration_path(self.directory, step)
         is_named = not unnamed.exists() and (final / INDEX_FILE).exists()
         if is_named and checked(final).index.generation == world.generation:
-            track(self.directory, step)
+            self._track(step)
             return
         further = [unnamed / name for name in FURTHER_FILES]
         index = CheckpointIndex(
@@ -371,8 +368,15 @@ class Checkpoints:
         elif final.exists():  # of somebody else
             log.warning("%s is not of this run, and now called %s", final, set_aside(final))
         os.rename(unnamed, final)
-        flush_to_disk(self.directory)
-        track(self.directory, step)
+        self._track(step)
+
+    def _track(self, step: int) -> None:
+        """Of a checkpoint, which is complete also where a full disk does not take this."""
+        try:
+            flush_to_disk(self.directory)
+            track(self.directory, step)
+        except OSError as error:  # this run does not read it
+            log.warning("%s: %s", self.directory / TRACKER_FILE, error.strerror)
 
     def _remove_old(self, generation: int, step: int) -> None:
         """Leaves the newest ones of this run, and that of `step`, which was written just now and

@@ -173,6 +173,35 @@ def test_a_disk_on_which_the_index_cannot_be_written_costs_that_checkpoint(
     assert disk.steps() == ["iter_0000004"]
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_one_that_has_its_name_is_complete_though_no_job_of_megatrons_is_told_of_it(
+    disk: Disk, again: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk is full just now; or for the next coordinator, which finds it named already."""
+    said = [disk.part(TWO, at, 8) for at in TWO.coordinates()]
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "track", full)
+    for checkpoints in [disk.checkpoints, Disk(TIED, disk.run_directory).checkpoints][: 1 + again]:
+        *_, written = [save_part(checkpoints, each, disk.world(TWO)) for each in said]
+        assert isinstance(written, CheckpointWritten)
+    assert disk.steps() == ["iter_0000008"]
+    assert caplog.text.count("latest_checkpointed_iteration.txt: No space left") == 1 + again
+
+
+def test_an_error_without_a_file_is_one_of_the_directory(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "write_index", full)
+    why = f"{disk.directory}: No space left on device"
+    assert disk.save(TWO, 8) == CheckpointFailed(8, f"checkpoint of step 8 given up: {why}")
+
+
 def test_a_world_that_ends_takes_its_unfinished_checkpoint_along(disk: Disk) -> None:
     disk.save(TWO, 4)
     first, second = (disk.part(TWO, at, 8) for at in TWO.coordinates())
