@@ -135,8 +135,25 @@ def complete_checkpoints(directory: Path) -> list[tuple[int, Path]]:
     return sorted(
         (int(match[1]), path)
         for path in _entries(directory)
-        if (match := _COMPLETE.match(path.name)) and (path / INDEX_FILE).is_file()
+        if (match := _COMPLETE.match(path.name)) and has_index(path)
     )
+
+
+def has_index(path: Path) -> bool:
+    """Whether there is an index, of what lies there: a job of Megatron's leaves it where it is as
+    it saves another checkpoint there."""
+    return (path / INDEX_FILE).is_file() and not is_saved_over(path)
+
+
+def is_saved_over(path: Path) -> bool:
+    """Whether the table of contents is newer than the index, and another one than it says."""
+    index, table = path / INDEX_FILE, path / METADATA_FILE
+    try:
+        if table.stat().st_mtime_ns <= index.stat().st_mtime_ns:
+            return False
+        return written_part(table) not in read_index(path).further
+    except (OSError, CheckpointError):  # it is damaged, or not there
+        return False
 
 
 def newest_step(directory: Path) -> int:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from liver_hpc.checkpoint.index import (
-    INDEX_FILE,
     Checkpoint,
     checksum,
     complete_checkpoints,
+    has_index,
     read_index,
 )
 from liver_hpc.config.megatron_checkpoint import (
@@ -108,7 +108,7 @@ def to_load(config: RunConfig, directory: Path, own: Checkpoint | None) -> Loade
     if found is not None or own is not None or weights is None:
         return found
     path = weights_checkpoint(weights)
-    return Loaded(path, 0, checked(path) if (path / INDEX_FILE).exists() else None, weights=True)
+    return Loaded(path, 0, checked(path) if has_index(path) else None, weights=True)
 
 
 def _to_go_on_from(config: RunConfig, directory: Path, own: Checkpoint | None) -> Loaded | None:
@@ -133,7 +133,7 @@ def _to_go_on_from(config: RunConfig, directory: Path, own: Checkpoint | None) -
         log.info("checkpoint.load: %s has no checkpoint yet; training begins at step 0", load)
         return None
     step, path = found
-    is_of_a_run = (path / INDEX_FILE).exists()
+    is_of_a_run = has_index(path)
     if own is not None and own.index.scalars.step >= step:
         return None
     if is_of_a_run and same:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from liver_hpc.checkpoint.copied import BoxView
-from liver_hpc.checkpoint.index import INDEX_FILE, SavedModel, partial_path, read_index
+from liver_hpc.checkpoint.index import SavedModel, has_index, partial_path, read_index
 from liver_hpc.checkpoint.torch_dist.parts import PartWriter, Peers, read, read_weights
 from liver_hpc.errors import CheckpointError
 from liver_hpc.host.process import quiet_thread
@@ -127,7 +127,7 @@ def restore(world: World, path: Path, weights: bool = False) -> Restored:
 
 
 def _restored_scalars(world: World, path: Path) -> ScalarState:
-    index = read_index(path) if (path / INDEX_FILE).is_file() else None  # else of another job
+    index = read_index(path) if has_index(path) else None  # else of another job
     if index is not None:
         difference = index.model.difference(SavedModel.of(world.recipe.spec))
         if difference:

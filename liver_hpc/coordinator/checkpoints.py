@@ -15,12 +15,13 @@ from pathlib import Path
 from liver_hpc.checkpoint.index import (
     FORMAT_VERSION,
     FURTHER_FILES,
-    INDEX_FILE,
     Checkpoint,
     CheckpointIndex,
     Part,
     SavedModel,
     complete_checkpoints,
+    has_index,
+    is_saved_over,
     part_name,
     partial_path,
     put_back,
@@ -136,7 +137,12 @@ class Checkpoints:
         put_back(self.directory)
         for _, path in remains(self.directory):
             remove(path)
+        others = [*filter(is_saved_over, sorted(self.directory.glob("iter_*")))]
+        for path in others:
+            log.warning("another job has saved over %s: it is none of this run's any more", path)
         own = newest_checkpoint(self.directory)
+        if others and own is None and not self._config.checkpoint.goes_on_from_others:
+            raise CheckpointError(f"another job has saved over {others[-1]}; there is no other one")
         loaded = to_load(self._config, self.directory, own)
         if loaded is not None:
             self._source = loaded
@@ -339,7 +345,7 @@ class Checkpoints:
         step = saved[0].scalars.step
         unnamed = partial_path(self.directory, step, world.generation)
         final = iteration_path(self.directory, step)
-        is_named = not unnamed.exists() and (final / INDEX_FILE).exists()
+        is_named = not unnamed.exists() and has_index(final)
         if is_named and checked(final).index.generation == world.generation:
             self._track(step)
             return
@@ -363,7 +369,7 @@ class Checkpoints:
         )
         write_index(unnamed, index)
         checked(unnamed)
-        if (final / INDEX_FILE).exists():  # of before a restart from an earlier step
+        if has_index(final):  # of before a restart from an earlier step
             final.rename(unnamed.with_suffix(".replaced"))
         elif final.exists():  # of somebody else
             log.warning("%s is not of this run, and now called %s", final, set_aside(final))

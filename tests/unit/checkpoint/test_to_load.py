@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,12 @@ import pytest
 from liver_hpc.checkpoint.index import INDEX_FILE, Checkpoint
 from liver_hpc.checkpoint.newest import Loaded, newest_checkpoint, to_load
 from liver_hpc.cli.check import _check_checkpoints
-from liver_hpc.config.megatron_checkpoint import TRACKER_FILE, tracked_step
+from liver_hpc.config.megatron_checkpoint import (
+    FORMAT_FILE,
+    METADATA_FILE,
+    TRACKER_FILE,
+    tracked_step,
+)
 from liver_hpc.config.schema import CheckpointSection
 from liver_hpc.errors import CheckpointError
 from liver_hpc.layout.coordinates import Layout
@@ -115,6 +121,51 @@ def test_in_one_directory_a_torn_or_stale_tracker_keeps_nobody_from_his_own(
 def test_in_one_directory_its_own_is_none_of_another_job(own: Checkpoint) -> None:
     assert tracked_step(own.path.parent) == 8
     assert of(own.path.parent, own.path.parent, own) is None
+
+
+def save_over(path: Path) -> None:
+    """As a job of Megatron's does, which leaves the index where it is."""
+    for file in path.iterdir():
+        if file.name not in (INDEX_FILE, FORMAT_FILE):
+            file.write_bytes(file.read_bytes() + b"x")
+    later_ns = (path / INDEX_FILE).stat().st_mtime_ns + 10**9
+    os.utime(path / METADATA_FILE, ns=(later_ns, later_ns))
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_one_that_another_job_has_saved_over_is_that_jobs(
+    tmp_path: Path, same: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = Disk(TIED, tmp_path / "run")
+    for step in (4, 8):
+        disk.save(Layout(1, 1, 2), step)
+    path = disk.directory / "iter_0000008"
+    save_over(path)
+    load = disk.directory if same else None
+    later = opened(tiny_run(checkpoint={"load": load}), TIED, tmp_path / "run")
+    resumed = later.open()
+    assert resumed is not None
+    assert (resumed.step, resumed.layout) == (
+        (8, "the layout of another job") if same else (4, "tp1 pp1 dp2")
+    )
+    assert disk.steps() == ["iter_0000004", "iter_0000008"], "it is not damaged"
+    assert f"another job has saved over {path}" in caplog.text
+    assert of(tmp_path / "new", disk.directory) == Loaded(path, 8), "another run's is that, too"
+
+
+def test_a_run_whose_only_one_was_saved_over_does_not_begin_anew(
+    tmp_path: Path, own: Checkpoint
+) -> None:
+    save_over(own.path)
+    with pytest.raises(CheckpointError, match=r"has saved over .*iter_0000008; there is no other"):
+        Disk(TIED, tmp_path / "run").checkpoints.open()
+
+
+def test_one_that_was_copied_is_still_the_runs(own: Checkpoint) -> None:
+    """Its table of contents may be newer, then."""
+    later_ns = (own.path / INDEX_FILE).stat().st_mtime_ns + 10**9
+    os.utime(own.path / METADATA_FILE, ns=(later_ns, later_ns))
+    assert newest_checkpoint(own.path.parent) == own
 
 
 def test_the_same_directory_may_be_empty_at_first_and_no_other(tmp_path: Path) -> None:
