@@ -64,6 +64,10 @@ class CheckpointError(LiverError):
     """A checkpoint cannot be read, is damaged, or is of another model."""
 
 
+class CheckpointUnread(CheckpointError):
+    """A file system does not give what a checkpoint holds just now: it may be whole."""
+
+
 class RequestRefused(LiverError):
     """The coordinator declined an operator's request; the running job is undisturbed."""
 

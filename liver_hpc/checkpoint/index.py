@@ -11,11 +11,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -26,10 +28,14 @@ from liver_hpc.config.megatron_checkpoint import (
     TRACKER_FILE,
     iteration_path,
 )
-from liver_hpc.errors import CheckpointError
+from liver_hpc.errors import CheckpointError, CheckpointUnread
 from liver_hpc.host.files import write_whole
 from liver_hpc.layout.tensors import ModelSpec, Role
 from liver_hpc.protocol.messages import ClassDigest, ScalarState, WireRankMap
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 FORMAT_VERSION = 2
 INDEX_FILE = "checkpoint.json"
@@ -196,22 +202,36 @@ def _entries(directory: Path) -> Iterator[Path]:
 
 
 def read_index(path: Path) -> CheckpointIndex:
-    """The index of the checkpoint in `path`; CheckpointError where there is none to be read."""
+    """The index of the checkpoint in `path`; CheckpointError where there is none, or it is damaged,
+    CheckpointUnread where that is not known."""
     file = path / INDEX_FILE
     try:
-        data = json.loads(file.read_bytes())
+        data = json.loads(read_twice(file.read_bytes))
         version = data.get("format_version") if isinstance(data, dict) else None
         if version != FORMAT_VERSION:
             raise CheckpointError(f"{file}: wanted format {FORMAT_VERSION}, got {version!r}")
         return CheckpointIndex.model_validate(data)
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+        kind = CheckpointError if isinstance(error, FileNotFoundError) else CheckpointUnread
+        raise kind(f"{file} cannot be read: {error.strerror}") from error
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise CheckpointError(f"{file} is damaged: {where}: {first['msg']}") from error
     except ValueError as error:
         raise CheckpointError(f"{file} is damaged: {error}") from error
+
+
+def read_twice(read: Callable[[], T]) -> T:
+    """What `read` gives, if only at the second time: a file system may fail for a moment. Raises
+    OSError."""
+    try:
+        return read()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        log.warning("%s; it is tried again", error)
+        return read()
 
 
 def write_index(path: Path, index: CheckpointIndex) -> None:

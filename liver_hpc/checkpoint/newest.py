@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from liver_hpc.checkpoint.index import (
@@ -13,6 +15,7 @@ from liver_hpc.checkpoint.index import (
     complete_checkpoints,
     has_index,
     read_index,
+    read_twice,
 )
 from liver_hpc.config.megatron_checkpoint import (
     TRACKER_FILE,
@@ -20,7 +23,7 @@ from liver_hpc.config.megatron_checkpoint import (
     weights_checkpoint,
 )
 from liver_hpc.config.schema import RunConfig
-from liver_hpc.errors import CheckpointError
+from liver_hpc.errors import CheckpointError, CheckpointUnread
 
 log = logging.getLogger(__name__)
 
@@ -46,15 +49,26 @@ def newest_checkpoint(directory: Path) -> Checkpoint | None:
 
 def checked(path: Path) -> Checkpoint:
     """Raises CheckpointError where the index cannot be read, or a file is missing or not as long as
-    written."""
+    written; CheckpointUnread where that is not known."""
     index = read_index(path)
     for part in (*index.parts, *index.further):
         file = path / part.file
-        got_bytes = file.stat().st_size if file.is_file() else None
+        got_bytes = _num_bytes(file)
         if got_bytes != part.num_bytes:
             got = "missing" if got_bytes is None else f"{got_bytes} bytes long"
             raise CheckpointError(f"{file} is {got}, wanted {part.num_bytes} bytes")
     return Checkpoint(path, index)
+
+
+def _num_bytes(file: Path) -> int | None:
+    """None where there is no such file."""
+    try:
+        found = read_twice(file.stat)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise CheckpointUnread(f"{file} cannot be read: {error.strerror}") from error
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
 def is_whole(path: Path) -> bool:
@@ -67,23 +81,36 @@ def is_whole(path: Path) -> bool:
     return True
 
 
-def changed_files(checkpoint: Checkpoint, goes_on: Callable[[], bool] = lambda: True) -> list[str]:
-    """Which files are not what was written; reads all of them. goes_on: asked before each file,
-    whether it is to be read."""
-    found = []
+def is_damaged(path: Path) -> bool:
+    """Whether `checked` finds a fault, and not only that it cannot tell."""
+    try:
+        checked(path)
+    except CheckpointError as error:
+        return not isinstance(error, CheckpointUnread)
+    return False
+
+
+def changed_files(
+    checkpoint: Checkpoint, goes_on: Callable[[], bool] = lambda: True
+) -> tuple[list[str], list[str]]:
+    """Which files are not what was written, and of which that is not known; reads all of them.
+    goes_on: asked before each file, whether it is to be read."""
+    changed: list[str] = []
+    unread: list[str] = []
     for part in (*checkpoint.index.parts, *checkpoint.index.further):
         if not goes_on():
             break
         file = checkpoint.path / part.file
         try:
-            got = checksum(file)
+            got = read_twice(partial(checksum, file))
         except OSError as error:
-            found.append(f"{file} cannot be read: {error.strerror}")
+            of = changed if isinstance(error, FileNotFoundError) else unread
+            of.append(f"{file} cannot be read: {error.strerror}")
             continue
         if got != part.checksum:
             wanted = f"checksum {got}, wanted {part.checksum}"
-            found.append(f"{file} has changed on the disk ({wanted})")
-    return found
+            changed.append(f"{file} has changed on the disk ({wanted})")
+    return changed, unread
 
 
 @dataclass(frozen=True)

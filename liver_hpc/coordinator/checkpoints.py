@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from liver_hpc.checkpoint.index import (
@@ -36,6 +37,7 @@ from liver_hpc.checkpoint.newest import (
     Loaded,
     changed_files,
     checked,
+    is_damaged,
     is_whole,
     newest_checkpoint,
     to_load,
@@ -153,7 +155,7 @@ class Checkpoints:
             return None
         path, index = own.path, own.index
         for step, damaged in complete_checkpoints(self.directory):
-            if step > index.scalars.step:
+            if step > index.scalars.step and is_damaged(damaged):
                 log.error("%s is damaged, and now called %s", damaged, self._set_aside(damaged))
         difference = index.model.difference(SavedModel.of(self._recipe.spec))
         if difference:
@@ -217,12 +219,15 @@ class Checkpoints:
         """The run goes on from the checkpoint before where this one's files have changed; all of
         them are read for that."""
         if isinstance(source, Loaded):
-            files = [] if source.of_run is None else self._changed(source.of_run)
+            of_run = source.of_run
+            files = [] if of_run is None else [*chain(*self._changed(of_run))]
             return e.ShellFailed("; ".join([f"{source.path}: {problem}", *files[:1]]))
         path, problem = source.path, f"{source.path}: {problem}"
-        changed = _first(self._changed(source))
+        changed, unread = map(_first, self._changed(source))
         if self._closed:  # the next start may be reading it
             return e.ShellFailed(f"{problem}; not all of its files were read again")
+        if unread and not changed:
+            return e.CheckpointDamaged(f"{problem}; {unread}; it is tried again")
         steps = [step for step, _ in complete_checkpoints(self.directory)]
         earlier = [step for step in steps if step < source.index.scalars.step]
         what = changed or "its files are as they were written"
@@ -234,7 +239,7 @@ class Checkpoints:
         todo = f"it is now {self._set_aside(path)}; the run goes on from step {earlier[-1]}"
         return e.CheckpointDamaged(f"{problem}; {what}; {todo}")
 
-    def _changed(self, checkpoint: Checkpoint) -> list[str]:
+    def _changed(self, checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
         return changed_files(checkpoint, goes_on=lambda: not self._closed)
 
     def _unlike_copies(self, loaded: Loaded, rank_map: RankMap) -> str:

@@ -256,7 +256,7 @@ class CheckpointDoubted:
 @dataclass(frozen=True)
 class CheckpointDamaged:
     """The checkpoint that this start goes on from is not what was written, and is set aside: the
-    next start goes on from the one before."""
+    next start goes on from the one before. Or it cannot be read now, and the next start tries."""
 
     reason: str
 

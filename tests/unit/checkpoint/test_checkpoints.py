@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -447,6 +448,51 @@ def test_of_a_damaged_one_the_run_goes_on_from_the_one_before(
     damage(disk.directory / "iter_0000008")
     assert Disk(TIED, disk.run_directory).checkpoints.open() is not None
     assert disk.steps() == ["damaged-iter_0000008", "damaged-iter_0000008-2", "iter_0000004"]
+
+
+def gives_out(monkeypatch: pytest.MonkeyPatch, name: str, of: str, times: int) -> None:
+    """The file system does not give a file that is called so, for so many times."""
+    left, read = [times], getattr(Path, name)
+
+    def fails(path: Path, *arguments: Any, **options: Any) -> Any:
+        if str(path).endswith(of) and left[0]:
+            left[0] -= 1
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return read(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, name, fails)
+
+
+@pytest.mark.parametrize(("times", "step"), [(1, 8), (99, 4)])
+@pytest.mark.parametrize("read", ["read_bytes", "stat"])
+def test_one_that_cannot_be_read_for_a_moment_is_not_damaged(
+    disk: Disk, read: str, times: int, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for saved in (4, 8):
+        disk.save(TWO, saved)
+    file = INDEX_FILE if read == "read_bytes" else "__1_0.distcp"
+    gives_out(monkeypatch, read, f"iter_0000008/{file}", times)
+    resumed = Disk(TIED, disk.run_directory).checkpoints.open()
+    assert resumed is not None
+    assert resumed.step == step
+    assert disk.steps() == ["iter_0000004", "iter_0000008"]
+
+
+def test_what_cannot_be_read_again_has_not_changed_and_is_tried_from_the_start(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (4, 8):
+        disk.save(TWO, step)
+    later = Disk(TIED, disk.run_directory).checkpoints
+    later.open()
+    gives_out(monkeypatch, "open", "iter_0000008/__1_0.distcp", 99)
+    told = NotRestored(worker=0, generation=0, reason="cannot be read")
+    refused = restore_part(later, told, restored_rank_map(TWO))
+    assert isinstance(refused, CheckpointDamaged)
+    assert refused.reason.endswith(
+        "__1_0.distcp cannot be read: Stale file handle; it is tried again"
+    )
+    assert disk.steps() == ["iter_0000004", "iter_0000008"]
 
 
 def test_a_full_disk_keeps_nobody_from_the_one_before_a_damaged_one(
