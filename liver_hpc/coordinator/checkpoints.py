@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -106,6 +105,7 @@ class Checkpoints:
         self._source: Checkpoint | Loaded | None = None
         self._restored: dict[int, Restored] = {}
         self._closed = False
+        self._to_go: set[Path] = set()
         self._files = FileWork[Found]("the files of checkpoints", epoch, wake)
         self._removals = FileWork[Found]("the removal of old checkpoints", epoch)
 
@@ -119,12 +119,24 @@ class Checkpoints:
             log.warning("waited %g s for the files of checkpoints", limit_s)
         return self.found()
 
-    def close(self, limit_s: float) -> None:
-        """Waits for what is to be done, old checkpoints to be removed too, for so long at most.
-        No checkpoint that was to be read again is set aside after that."""
+    def close(self, limit_s: float, removals_s: float) -> None:
+        """Waits for what is to be done, for so long at most, and for old checkpoints to be removed;
+        the log names those that are left. None that was to be read again is set aside after it."""
         self._closed = True
         self._files.close(limit_s)
-        self._removals.close(limit_s)
+        self._removals.close(removals_s)
+        if left := self._to_go.copy():  # a thread takes from it
+            log.warning("not removed: %s", ", ".join(map(str, sorted(left))))
+
+    def _remove(self, path: Path) -> None:
+        """In a thread; nobody waits for it."""
+
+        def removed() -> None:
+            remove(path)
+            self._to_go.discard(path)
+
+        self._to_go.add(path)
+        self._removals.do(removed)
 
     # ---- before the run
 
@@ -169,7 +181,7 @@ class Checkpoints:
         put_back(self.directory, lambda generation: not lives(generation))
         for generation, path in remains(self.directory):
             if path.suffix == ".removed" or not lives(generation):
-                self._removals.do(partial(remove, path))
+                self._remove(path)
 
     def restored(self, message: Restored | NotRestored, rank_map: RankMap) -> None:
         """What a worker of the first world holds; once all have come, or one cannot read what it
@@ -323,7 +335,7 @@ class Checkpoints:
         steps = sorted(step for of, step in self._pending if of == generation)
         for step in steps:
             del self._pending[generation, step]
-            self._removals.do(partial(remove, partial_path(self.directory, step, generation)))
+            self._remove(partial_path(self.directory, step, generation))
         if not steps:
             return None
         why = "not all workers had written when their world ended"
@@ -423,7 +435,7 @@ class Checkpoints:
         except OSError as error:  # it is tried again after the next checkpoint
             log.warning("cannot remove %s: %s", path, error)
         else:
-            self._removals.do(partial(remove, retired))
+            self._remove(retired)
 
 
 def _scalar_difference(wanted: ScalarState, got: ScalarState) -> str:

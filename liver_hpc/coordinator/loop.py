@@ -176,7 +176,7 @@ class Coordinator:
         # Called from the last to the first: nodes go back once nothing runs on them any more.
         for close in (
             lambda: self._journal.close(control_s),
-            lambda: self._checkpoints.close(control_s),
+            self._close_checkpoints,
             services.rendezvous.close,
             services.pool.close,
             services.launcher.close,
@@ -478,6 +478,13 @@ class Coordinator:
         self._agents.dismiss_all()
         while self._agents.leaving() and not deadline.expired():
             self._dispatch_next()
+
+    def _close_checkpoints(self) -> None:
+        """A run that is finished has no next start, which would remove what is left."""
+        deadlines, outcome = self._config.deadlines, self._performer.outcome
+        finished = outcome is not None and outcome.state == a.Ending.FINISHED
+        removals_s = deadlines.boundary_s if finished else deadlines.control_s
+        self._checkpoints.close(deadlines.control_s, removals_s)
 
     def _dispatch_next(self) -> None:
         event = self._inbox.get(TICK_S)

@@ -21,6 +21,7 @@ from liver_hpc.checkpoint.index import (
     complete_checkpoints,
     newest_step,
     read_index,
+    remains,
 )
 from liver_hpc.checkpoint.newest import newest_checkpoint
 from liver_hpc.config.megatron_checkpoint import tracked_step
@@ -267,10 +268,12 @@ def test_nobody_waits_until_old_ones_are_removed(
     for step in (4, 8, 8):
         assert isinstance(disk.save(TWO, step), CheckpointWritten)
     assert [step for step, _ in complete_checkpoints(disk.directory)] == [8]
-    disk.checkpoints.close(0.05)
+    disk.checkpoints.close(10.0, removals_s=0.05)
+    (left, *_) = remains(disk.directory)
+    assert f"not removed: {left[1]}" in caplog.text
     assert "waited 0.05 s for the removal of old checkpoints; not all is done" in caplog.text
     goes_on.set()
-    disk.checkpoints.close(10.0)
+    disk.checkpoints.close(10.0, removals_s=10.0)
     assert disk.steps() == ["iter_0000008"]
 
 
@@ -604,7 +607,7 @@ def test_what_is_read_again_stays_as_it_is_once_the_start_is_over(
     told = NotRestored(worker=0, generation=0, reason="cannot be read")
     later.restored(told, restored_rank_map(TWO))
     assert reads.wait(10.0)
-    later.close(0.05)
+    later.close(0.05, removals_s=0.05)
     goes_on.set()
     assert later.settle(10.0)
     assert disk.steps() == ["iter_0000004", "iter_0000008"]

@@ -41,6 +41,25 @@ def test_a_run_from_its_first_to_its_last_step(make: Start) -> None:
     assert run.cluster.got(1, m.Exit)
 
 
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_finished_run_waits_longer_until_old_checkpoints_are_removed(
+    make: Start, finished: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No next start removes them."""
+    run, limits = make(train={"steps": 3, "global_batch": 8}), list[float]()
+    deadlines = run.coordinator._config.deadlines
+    monkeypatch.setattr(
+        run.coordinator._checkpoints, "close", lambda *limits_s: limits.extend(limits_s)
+    )
+    if not finished:
+        run.ask(m.StopRequest(checkpoint=False))
+    run.cluster.train(3 if finished else 1, last=True)
+    assert run.outcome().state == ("finished" if finished else "stopped")
+    removals_s = deadlines.boundary_s if finished else deadlines.control_s
+    assert limits == [deadlines.control_s, removals_s]
+    assert deadlines.boundary_s != deadlines.control_s
+
+
 def test_where_the_coordinator_is_stands_in_a_private_file(make: Start) -> None:
     run = make()
     path = run.directory / "coordinator.json"
