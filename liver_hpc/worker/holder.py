@@ -50,7 +50,8 @@ class WorldHolder:
     the trainer's.
 
     session: the handoff attempt in progress. proceed: set by the control thread once all workers of
-    a world that was filled from outside hold what they should. step: how many are done.
+    a world that was filled from outside hold what they should; each has its own. step: how many are
+    done.
     """
 
     def __init__(self, context: WorkerContext) -> None:
@@ -155,7 +156,7 @@ class WorldHolder:
         seat, once all have what it was to give; whatever else it raises calls for `let_go`."""
         context, generation = self._context, message.generation
         self._refilling = refilling = Refilling(context, message, self._meeting, self._check_halt)
-        self.proceed.clear()
+        self.proceed = threading.Event()  # who frees another one, late, sets that one's
         self._check_halt()
         self._tell_again(message)
         rank_map, world = message.rank_map.rank_map(), None
@@ -197,6 +198,7 @@ class WorldHolder:
     def _break(self, generation: int) -> None:
         """Frees the training thread from what it waits for in worlds up to `generation`: those that
         it has, or is making. What it begins to wait for after that begins with `_check_halt`."""
+        proceed = self.proceed  # first: what comes after it may be of the next one
         making, refilling, store = self._making, self._refilling, self._store
         # In this order: what was being made may have become the world meanwhile.
         for world in (making, self._world):
@@ -210,7 +212,7 @@ class WorldHolder:
             refilling.close()
         self._snapshots.interrupt()
         self._saving.interrupt()
-        self.proceed.set()
+        proceed.set()
 
     def _check_halt(self) -> None:
         """Raises WorldHalted where the world that is, or is being made, is to be let go."""

@@ -191,6 +191,33 @@ def test_what_frees_one_round_leaves_the_next_one_alone(keeper: Holder) -> None:
     assert filling.closed
 
 
+def test_what_frees_one_round_late_lets_the_next_one_wait(
+    keeper: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which would train before all hold what they should."""
+    closing, goes_on = threading.Event(), threading.Event()
+
+    def close(_filling: Filling) -> None:
+        closing.set()
+        assert goes_on.wait(10)
+
+    thread = keeper.refill_beside(refill_of(0, WORKER))
+    with monkeypatch.context() as patched:
+        patched.setattr(Filling, "close", close)
+        late = threading.Thread(target=keeper._break, args=(GENERATION,), daemon=True)
+        late.start()
+        assert closing.wait(10)
+    keeper.proceed.set()  # its own thread is free before, as it was in what is closed
+    thread.join(10)
+    keeper.said.clear()
+    again = refill_of(0, WORKER).model_copy(update={"generation": GENERATION + 1})
+    thread = keeper.refill_beside(again)
+    goes_on.set()
+    late.join(10)
+    thread.join(0.2)
+    assert thread.is_alive()
+
+
 def test_who_has_no_world_lets_none_go() -> None:
     """As a joiner whose attempt has failed."""
     one = Holder()
