@@ -9,6 +9,7 @@ another one may adopt it.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import sys
@@ -232,15 +233,17 @@ class Launcher:
         """Ends the agent and its workers; `alive` tells when that is done. Idempotent."""
         self._known(agent).kill()
 
-    def close(self) -> None:
-        """Ends all agents; afterwards nothing of them lives. Idempotent."""
+    def close(self, most_s: float = math.inf) -> None:
+        """Ends all agents; afterwards nothing of them lives. Waits for so long at most. Raises
+        DeadlineError. Idempotent."""
         self._closed = True
         for agent in self._agents.values():
             agent.kill()
-        deadline = Deadline.after(SystemClock(), self._close_s, "killed agents to end")
+        limit_s = min(self._close_s, most_s)
+        deadline = Deadline.after(SystemClock(), limit_s, "killed agents to end")
         left = [n for n, agent in self._agents.items() if not agent.join(deadline.remaining_s())]
         if left:
-            raise DeadlineError(f"waited {self._close_s:g} s for killed agents {left} to end")
+            raise DeadlineError(f"waited {limit_s:g} s for killed agents {left} to end")
 
     def _known(self, agent: str) -> LaunchedAgent:
         if agent not in self._agents:

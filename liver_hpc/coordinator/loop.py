@@ -7,6 +7,7 @@ thread. What the core decides is performed once it is in the journal.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 from collections import deque
@@ -58,6 +59,8 @@ TICK_S = 0.1
 EPOCH_S = 1.0
 """How often who has said something is told what need not be kept, and whether there is another
 coordinator is looked at."""
+LOST_S = 30.0
+"""So long agents are waited for at the end of a run where nodes of it do not answer."""
 FROZEN_S = 2.0
 """A gap between two looks that only a process that stood still can have."""
 
@@ -179,7 +182,7 @@ class Coordinator:
             self._close_checkpoints,
             services.rendezvous.close,
             services.pool.close,
-            services.launcher.close,
+            self._close_launcher,
         ):
             stack.callback(close)
         connections = ConnectionServer(self._inbox, self._store, control_s)
@@ -478,6 +481,14 @@ class Coordinator:
         self._agents.dismiss_all()
         while self._agents.leaving() and not deadline.expired():
             self._dispatch_next()
+
+    def _close_launcher(self) -> None:
+        """Slurm knows of a lost node later than we do, and of the end of what it had started there:
+        the next start wants nodes that Slurm holds for lost, an end does not."""
+        outcome = self._performer.outcome
+        restarts = outcome is not None and outcome.state == a.Ending.RESTART
+        hurries = self._agents.silent and not restarts
+        self._services.launcher.close(LOST_S if hurries else math.inf)
 
     def _close_checkpoints(self) -> None:
         """A run that is finished has no next start, which would remove what is left."""

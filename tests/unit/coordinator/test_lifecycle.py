@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 import threading
@@ -11,6 +12,7 @@ import time
 import pytest
 
 from liver_hpc import __version__
+from liver_hpc.coordinator.loop import LOST_S
 from liver_hpc.errors import DeadlineError, MeetingError
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
@@ -58,6 +60,21 @@ def test_a_finished_run_waits_longer_until_old_checkpoints_are_removed(
     removals_s = deadlines.boundary_s if finished else deadlines.control_s
     assert limits == [deadlines.control_s, removals_s]
     assert deadlines.boundary_s != deadlines.control_s
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("state", ["stopped", "restart"])
+def test_an_end_waits_less_for_agents_where_nodes_do_not_answer(
+    make: Start, lost: bool, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs there ends once Slurm knows of the node. A restart wants to know that, too."""
+    run, waited = make(begin=False), list[float]()
+    with monkeypatch.context() as patched:
+        patched.setattr(run.cluster.launcher, "close", waited.append)
+        run.coordinator._agents.silent = {"a1"} if lost else set()
+        patched.setattr(run.coordinator._performer, "outcome", Outcome(state, "so it was", 1))
+        run.coordinator._close_launcher()
+    assert waited == [LOST_S if lost and state == "stopped" else math.inf]
 
 
 def test_where_the_coordinator_is_stands_in_a_private_file(make: Start) -> None:
