@@ -134,6 +134,8 @@ class ElasticPolicy:
         short = f"{request} wants {missing} more free slots; held: {self.nodes.describe()}"
         if request.layout is None or self._config.cluster.slurm.burst is None:
             raise RequestRefused(short)
+        if self.burst_over:
+            raise RequestRefused(f"{short}; no burst nodes: {self.burst_over}")
         return f"waits for burst nodes: {short}"
 
     def lost(self, before: Layout, now: Layout) -> None:
@@ -184,6 +186,14 @@ class ElasticPolicy:
             return 0
         held = sum(node.slots or 0 for node in self.nodes.usable() if node.burst)
         return max(0, burst.max_nodes * cluster.slots(burst) - held)
+
+    def no_more_burst(self, reason: str) -> None:
+        """No burst nodes will be asked for; what waits for them is dropped."""
+        self.burst_over = reason
+        self._out.append(a.Note(f"no burst nodes will be asked for: {reason}"))
+        if (request := self.queue.awaits) is not None:
+            self.queue.awaits = None
+            self._out.append(a.Note(f"dropped: {request}: no burst nodes: {reason}"))
 
     # ---- nodes to be left
 

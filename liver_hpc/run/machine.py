@@ -368,10 +368,6 @@ class Run(Lifecycle):
             if self.agents.leave(worker):  # what else is heard of it is heard too late
                 self._lost(worker, f"its {reason}")
 
-    def _burst_over(self, event: e.BurstOver) -> None:
-        self.elastic.burst_over = event.reason
-        self._note(f"no burst nodes will be asked for: {event.reason}")
-
     def _node_straggles(self, event: e.NodeStraggles) -> None:
         """Of a world that trains; a node that is gone by now straggles no more."""
         if self._state is TRAINING and self.world is not None and event.node in self.elastic.nodes:
@@ -517,7 +513,7 @@ _TABLE: dict[tuple[RunState, type], Handler] = {
             e.NodeGone: Run._node_gone,
             e.EndNear: Run._end_near,
             e.PoolNote: lambda run, event: run._note(event.text),
-            e.BurstOver: Run._burst_over,
+            e.BurstOver: lambda run, event: run.elastic.no_more_burst(event.reason),
             e.AgentMet: lambda run, met: run._out.append(run.agents.meet(met.agent, met.workers)),
             e.AgentListens: lambda run, event: run.agents.listens(event.agent),
             e.AgentEnded: Run._agent_ended,

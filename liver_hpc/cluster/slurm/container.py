@@ -1,7 +1,8 @@
 """Pure: what starts Python in the step of an agent, on the node itself or in an image.
 
 In the image run agents, all below them, and the task that derives a spec. None of them asks Slurm
-anything: the coordinator does, and it runs on the host, as what keeps a burst allocation does.
+anything, while there is a coordinator: that does, and it runs on the host, as what keeps a burst
+allocation does.
 """
 
 from __future__ import annotations

@@ -205,6 +205,19 @@ def test_a_layout_that_waits_for_burst_nodes_is_the_one_that_it_becomes(early: b
     assert not [*differences(play.journal(), play.scene.new_run)]
 
 
+def test_a_layout_does_not_wait_for_burst_nodes_that_nobody_asks_for() -> None:
+    """What waits is dropped, and what is asked for later is refused."""
+    play, reason = training(SCENES[3]), "2.00 of 2 node hours are used"
+    assert play.ask(m.ResizeRequest(layout="tp=2,dp=2")).text.startswith("waits for burst nodes")
+    play.feed(e.BurstOver(reason))
+    play.settle()
+    assert play.run.snapshot(play.now_s, "", "").queued == ()
+    answer = play.ask(m.ResizeRequest(layout="tp=2,dp=2"))
+    assert not answer.ok
+    assert answer.text.endswith(f"no burst nodes: {reason}")
+    assert not [*differences(play.journal(), play.scene.new_run)]
+
+
 def test_whoever_asks_later_does_not_wait_for_burst_nodes_of_before() -> None:
     play = training(SCENES[3])
     assert play.ask(m.ResizeRequest(layout="tp=2,dp=2")).text.startswith("waits for burst nodes")
