@@ -154,9 +154,13 @@ class NodeAgents:
     def lives(self, launch: str) -> bool:
         """Whether the agent of a launch, or one of this name, has called and may live: it knows how
         its workers are."""
-        agent = self._agent_of.get(launch, launch)
+        agent = self.of(launch)
         known = agent in self._registry and agent in self._nodes
         return known and self._launcher.alive(agent)
+
+    def of(self, launch: str) -> str:
+        """The agent of a launch, or one of this name, as far as is known."""
+        return self._agent_of.get(launch, launch)
 
     def _on(self, node: str) -> str | None:
         """An agent that is there to take a launch, or will be."""

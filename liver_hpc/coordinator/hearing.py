@@ -27,12 +27,13 @@ from liver_hpc.run.machine import Run
 
 log = logging.getLogger(__name__)
 
-Words = tuple[int, int]
-"""A worker, and the number that its words have in its conversation."""
+Words = tuple[Peer, int]
+"""Who has said something, and the number that it has in their conversation."""
 
 
 class Feed(Protocol):
-    """An event, if any, into the core, and whose words it is."""
+    """An event into the core, and which workers' words it is; without one, the words of an agent,
+    of which anything may have come."""
 
     def __call__(self, event: e.Event | None, *said: Words) -> None: ...
 
@@ -100,9 +101,20 @@ class Hearing:
             if isinstance(peer, int):
                 self._worker_said(peer, message, part.number)
             else:
-                self.registry.is_safe(peer, part.number)
                 self._agent_said(peer, message)
+                self.feed(None, (peer, part.number))
         self._feed_together(together)
+        if agent in self.registry:
+            self._miss_forgotten(agent)
+
+    def _miss_forgotten(self, agent: str) -> None:
+        """An agent that has called without one of its workers knows that this has ended; how, it
+        has said by now, unless another coordinator was told."""
+        for worker in self.registry.away():
+            if not isinstance(worker, int):
+                continue
+            if self.agents.of(self.core.agents.agent_of(worker)) == agent:
+                self.worker_gone(worker, "its agent has called without it")
 
     def _is_new(self, peer: Peer, agent: str, part: Part, message: m.AnyMessage | None) -> bool:
         """Whether a part is to be looked at; of who breaks the rules nothing is any more."""

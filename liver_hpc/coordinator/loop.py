@@ -30,6 +30,7 @@ from liver_hpc.coordinator.connections import (
     Inbox,
     InboxEvent,
     Met,
+    Peer,
     PeerRegistry,
     Said,
 )
@@ -61,6 +62,8 @@ EPOCH_S = 1.0
 coordinator is looked at."""
 LOST_S = 30.0
 """So long agents are waited for at the end of a run where nodes of it do not answer."""
+LED_TO_S = 3.0
+"""In so much time all that an agent's word leads to is decided, Slurm's answer included."""
 FROZEN_S = 2.0
 """A gap between two looks that only a process that stood still can have."""
 
@@ -130,7 +133,9 @@ class Coordinator:
         )
         self._journal = services.open_journal(self._inbox.put, epoch)
         self._held: deque[tuple[int, list[a.Action]]] = deque()
-        self._unsafe: deque[tuple[int, int, int]] = deque()  # entries, and whose words they are
+        self._unsafe: deque[tuple[int, Peer, int]] = deque()  # entries, and whose words they are
+        self._agents_words: deque[tuple[float, Peer, int]] = deque()  # when they have led to all
+        self._newest = self._written = -1  # entries of the journal
         self._next_request = 0 if left is None else left.requests
         self._journal_failed = False
         self._hang_up: Sequence[Callable[[], None]] = ()
@@ -326,6 +331,7 @@ class Coordinator:
             case Asked():
                 self._asked(event)
             case Written():
+                self._written = event.number
                 self._perform_held(event.number)
                 if self._journal_failed:
                     self._journal_failed = False
@@ -347,6 +353,7 @@ class Coordinator:
         if now_s >= self._next_epoch_s:
             self._next_epoch_s = now_s + EPOCH_S
             self._check_epoch()
+            self._note_agents_words(now_s)
             self._registry.tell_what_is_safe()
         self._store.expire()
         self._look_at_agents()
@@ -406,17 +413,19 @@ class Coordinator:
 
     def _feed(self, event: e.Event | None, *said: Words) -> None:
         """What has happened, if anything, into the core; what that decides is performed once the
-        journal has it. said: which workers' words it is, and their numbers."""
-        if event is None:
-            return
+        journal has it. said: which workers' words it is, and their numbers; of an agent, without
+        an event."""
         at_s = self._clock.now_s()
+        if event is None:
+            self._agents_words.extend((at_s + LED_TO_S, *word) for word in said)
+            return
         actions = self.core.handle(event, at_s)
         self._control.steps_done = self.core.recorder.steps_done
         if isinstance(event, e.Tick) and not actions:
             return
         encoded = [encode(each) for each in actions]
         own = said[0][1] if len(said) == 1 else 0
-        number = self._journal.append(at_s, encode(event), encoded, own)
+        number = self._newest = self._journal.append(at_s, encode(event), encoded, own)
         self._unsafe.extend((number, *word) for word in said)
         if actions:
             self._held.append((number, actions))
@@ -444,13 +453,23 @@ class Coordinator:
     def _perform_held(self, up_to: int | None = None) -> None:
         """Performs the actions of entries up to a number; of all where none is given: the journal
         cannot be written, and what is decided already goes on."""
-        while self._unsafe and up_to is not None and self._unsafe[0][0] <= up_to:
-            _, peer, number = self._unsafe.popleft()
-            self._registry.is_safe(peer, number)
+        self._note_what_is_safe()
         while self._held and (up_to is None or self._held[0][0] <= up_to):
             _, actions = self._held.popleft()
             for action in actions:
                 self._feed(self._performer.perform(action))
+
+    def _note_agents_words(self, now_s: float) -> None:
+        """Those that have led to all that they lead to are safe once that is written."""
+        while self._agents_words and self._agents_words[0][0] <= now_s:
+            _, agent, number = self._agents_words.popleft()
+            self._unsafe.append((self._newest, agent, number))
+        self._note_what_is_safe()
+
+    def _note_what_is_safe(self) -> None:
+        while self._unsafe and self._unsafe[0][0] <= self._written:
+            _, peer, number = self._unsafe.popleft()
+            self._registry.is_safe(peer, number)
 
     # ---- operators
 

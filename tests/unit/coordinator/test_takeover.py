@@ -15,7 +15,7 @@ from liver_hpc.coordinator.loop import Coordinator, new_core
 from liver_hpc.coordinator.takeover import Left, what_is_left
 from liver_hpc.errors import ConfigError, DeadlineError
 from liver_hpc.protocol import messages as m
-from liver_hpc.rendezvous.channel import ChannelClosed
+from liver_hpc.rendezvous.channel import ITSELF, ChannelClosed
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.entries import Event, last_start
 from liver_hpc.run.epoch import Epoch, Superseded, claim_epoch
@@ -277,6 +277,73 @@ def test_a_worker_that_dies_while_there_is_no_coordinator_is_missed(
     run.until(lambda: run.result is not None, "the end of the run")
     assert run.result is not None
     assert "lost: it has not called since this coordinator began" in run.result.reason
+
+
+def test_an_agents_word_is_kept_until_it_is_in_the_journal(
+    make: Callable[..., MortalRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk takes nothing when a worker ends, and then the coordinator is gone."""
+    monkeypatch.setattr("liver_hpc.coordinator.loop.LED_TO_S", 0.1)
+    monkeypatch.setattr("liver_hpc.coordinator.loop.EPOCH_S", 0.1)
+    run = make()
+    line, journal = run.cluster.agents["a0"].line, run.metrics.journal
+    kept = line._conversations[ITSELF]._kept
+    run.until(lambda: not kept, "what it said before to be safe")
+    assert journal is not None
+    journal._tell = lambda news: None
+    written, successor = len(run.metrics.lines), run.successor
+    run.cluster.workers[1].channel.close()
+    line.forget(1)
+    run.until(lambda: b"worker_gone" in b"".join(run.metrics.lines[written:]), "its end")
+    time.sleep(0.5)
+    assert [m.decode(data).type for _, data in kept] == ["worker_ended"]
+
+    def of_what_was_written() -> Coordinator:
+        del run.metrics.lines[written:]
+        return successor()
+
+    run.successor = of_what_was_written  # type: ignore[method-assign]
+    began_s = time.monotonic()
+    run.kill()
+    run.until(lambda: run.result is not None, "the end of the run")
+    assert time.monotonic() - began_s < COORDINATOR_S / 4
+    assert run.result is not None
+    assert "worker 1 lost: signal 9; see worker 1's log" in run.result.reason
+
+
+def test_what_a_warning_means_is_asked_again_where_the_answer_may_not_have_come(
+    make: Callable[..., MortalRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("liver_hpc.coordinator.loop.EPOCH_S", 0.1)
+    run = make(nodes=(Node("n1", "main", slots=2),))
+    run.cluster.agents["a0"].say(m.Warned(agent="a0", signal="TERM", at_s=7.0))
+    run.until(lambda: run.cluster.pool.signals, "the question")
+    time.sleep(0.5)
+    run.kill()
+    run.until(lambda: run.cluster.pool.signals == [("n1", "SIGTERM")] * 2, "the same question")
+
+
+def test_a_worker_without_which_its_agent_calls_is_not_waited_for(
+    make: Callable[..., MortalRun],
+) -> None:
+    run = make()
+    run.die_at(0, before=False)
+    successor, go_on = run.successor, threading.Event()
+
+    def later() -> Coordinator:
+        assert go_on.wait(LIMIT_S)
+        return successor()
+
+    run.successor = later  # type: ignore[method-assign]
+    run.cluster.train()
+    run.until(lambda: run.deaths == 1, "the coordinator's end")
+    run.cluster.agents["a0"].line.forget(1)
+    run.cluster.train()
+    began_s = time.monotonic()
+    go_on.set()
+    run.regained()
+    assert time.monotonic() - began_s < COORDINATOR_S / 4
+    assert b"worker 1 lost: its agent has called without it" in b"".join(run.metrics.lines)
 
 
 def test_the_lost_coordinators_own_node_is_not_waited_for_to_the_end(
