@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -422,6 +422,19 @@ def test_a_rendezvous_whose_acceptors_do_not_open_any_more_is_broken(
     broken = r"broken: 6 acceptors in a row did not open: .* see .*rendezvous\.log"
     with pytest.raises(MeetingError, match=broken):
         mpi_place.rendezvous.check()
+    until = mpi_place.rendezvous._broken_until
+    assert until is not None
+    assert 0 < until.remaining_s() < until.limit_s == 30.0
+    mpi_place.rendezvous._broken_until = replace(until, at_s=0.0)  # that time has passed
+    mpi_place.rendezvous.check()
+    with pytest.raises(ChannelClosed):
+        connect((place.network.host, place.port), SECRET, 5.0, "the rendezvous").receive(20.0)
+    with pytest.raises(MeetingError, match=broken):  # it was one attempt
+        mpi_place.rendezvous.check()
+    monkeypatch.delenv("FI_PROVIDER")
+    mpi_place.rendezvous._broken_until = replace(until, at_s=0.0)
+    assert mpi_place.join("a0").worker_ids == (0, 1)
+    mpi_place.rendezvous.check()
 
 
 def test_the_acceptor_dies_with_the_coordinator(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ TURN_S = 10.0
 _OPEN_S = 30.0
 _CLOSE_S = 10.0
 _MAX_FAILURES = 5
+_AGAIN_S = 30.0
+"""After so long a rendezvous that is broken tries once more to open an acceptor."""
 _RETRY_PAUSE_S = 0.1
 
 _log = logging.getLogger(__name__)
@@ -88,6 +90,7 @@ class MpiRendezvous(Rendezvous):
         self._queue: ControlServer | None = None
         self._closing = threading.Event()
         self._failures: list[str] = []
+        self._broken_until: Deadline | None = None
 
     def start(self, answer: Decide) -> None:
         self._network = self._network.decided(os.environ)
@@ -102,11 +105,17 @@ class MpiRendezvous(Rendezvous):
         write_whole(self._place_file, place.model_dump_json(), mode=0o600)
 
     def check(self) -> None:
-        if len(self._failures) > _MAX_FAILURES:
+        failures = self._failures
+        if failures and self._is_broken():
             raise MeetingError(
-                f"the rendezvous is broken: {len(self._failures)} acceptors in a row did not open: "
-                f"{self._failures[-1]}"
+                f"the rendezvous is broken: {len(failures)} acceptors in a row did not open: "
+                f"{failures[-1]}"
             )
+
+    def _is_broken(self) -> bool:
+        """For a while: what has kept acceptors from opening may pass."""
+        until = self._broken_until
+        return until is not None and not until.expired()
 
     def close(self) -> None:
         self._closing.set()
@@ -141,14 +150,15 @@ class MpiRendezvous(Rendezvous):
         """An acceptor that runs; None where none can be had."""
         if self._acceptor is not None and self._acceptor.exit_code() is not None:
             self._discard()
-        broken = len(self._failures) > _MAX_FAILURES
-        if self._acceptor is None and not broken and not self._closing.is_set():
+        if self._acceptor is None and not self._is_broken() and not self._closing.is_set():
             try:
                 self._acceptor = Acceptor(self._network, self._log_file)
-                self._failures.clear()
+                self._failures, self._broken_until = [], None
             except LiverError as error:
                 _log.warning("%s", error)
-                self._failures.append(str(error))
+                self._failures = [*self._failures[-_MAX_FAILURES:], str(error)]
+                if len(self._failures) > _MAX_FAILURES:
+                    self._broken_until = Deadline.after(SystemClock(), _AGAIN_S, "another attempt")
                 self._closing.wait(_RETRY_PAUSE_S * len(self._failures))
         return self._acceptor
 
