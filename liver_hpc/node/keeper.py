@@ -23,6 +23,7 @@ from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.secret import read_secret
 
 CONNECT_S = 30.0
+"""How long at least the first coordinator is looked for."""
 EXIT_NO_RUN = 3
 """Exit code of a keeper that found no run to keep nodes for."""
 
@@ -31,7 +32,7 @@ _RETRY_S = 1.0
 log = logging.getLogger(__name__)
 
 
-def find_coordinator(run: RunDirectory, limit_s: float = CONNECT_S) -> Channel | None:
+def find_coordinator(run: RunDirectory, limit_s: float) -> Channel | None:
     """A channel to the run's coordinator; None where the run is over. Raises LiverError when there
     is none in time."""
     secret, control_s = read_secret(run.secret_path), run.config().deadlines.control_s
@@ -52,11 +53,12 @@ def find_coordinator(run: RunDirectory, limit_s: float = CONNECT_S) -> Channel |
         pause.wait(min(_RETRY_S, deadline.remaining_s()))
 
 
-def keep(run_directory: Path, job: str, limit_s: float = CONNECT_S) -> None:
+def keep(run_directory: Path, job: str) -> None:
     """Returns when the run is over. Raises LiverError when there is none to begin with, or no
     coordinator any more."""
     run = RunDirectory(run_directory)
-    channel = find_coordinator(run, limit_s)
+    # The nodes may have been granted while a coordinator is gone.
+    channel = find_coordinator(run, max(CONNECT_S, run.config().deadlines.coordinator_s))
     while channel is not None:
         try:
             channel.send(KeeperHello(job=job, host=socket.gethostname()))

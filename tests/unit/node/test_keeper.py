@@ -43,6 +43,11 @@ def server(run_directory: Path) -> Iterator[ControlServer]:
     server.close()
 
 
+@pytest.fixture(autouse=True)
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("liver_hpc.node.keeper.CONNECT_S", 0.2)
+
+
 def announce(run_directory: Path, server: ControlServer) -> None:
     host, port = server.address
     write_private_json(run_directory / COORDINATOR_FILE, {"host": host, "port": port, "pid": 1})
@@ -59,7 +64,7 @@ class Kept:
 
     def _live(self) -> None:
         try:
-            keep(self._run_directory, "7", limit_s=5.0)
+            keep(self._run_directory, "7")
         except LiverError as error:
             self.how = error
         self.ended.set()
@@ -92,13 +97,23 @@ def test_it_goes_over_to_the_next_coordinator(run_directory: Path, server: Contr
     assert kept.how is None
 
 
+def test_nodes_that_are_granted_while_there_is_no_coordinator_are_kept_for_the_next_one(
+    run_directory: Path, server: ControlServer
+) -> None:
+    kept = Kept(run_directory)
+    assert not kept.ended.wait(COORDINATOR_S / 2)
+    announce(run_directory, server)
+    assert not kept.ended.wait(COORDINATOR_S)
+    server.close()
+
+
 def test_without_a_coordinator_it_gives_up(run_directory: Path, server: ControlServer) -> None:
-    with pytest.raises(DeadlineError, match=r"waited 0\.2 s for the coordinator of"):
-        keep(run_directory, "7", limit_s=0.2)
+    with pytest.raises(DeadlineError, match="waited 1 s for the coordinator of"):
+        keep(run_directory, "7")
     announce(run_directory, server)
     server.close()  # the file is left of a coordinator that was killed
     with pytest.raises(DeadlineError, match="the coordinator of"):
-        keep(run_directory, "7", limit_s=0.2)
+        keep(run_directory, "7")
 
 
 def test_a_stranger_in_its_place_is_no_coordinator(
@@ -108,7 +123,7 @@ def test_a_stranger_in_its_place_is_no_coordinator(
     (run_directory / "secret").unlink()
     create_secret(run_directory / "secret")
     with pytest.raises(LiverError):
-        keep(run_directory, "7", limit_s=5.0)
+        keep(run_directory, "7")
 
 
 def test_one_that_does_not_answer_keeps_it_from_no_other(
