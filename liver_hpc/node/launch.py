@@ -16,7 +16,7 @@ from functools import partial
 
 from liver_hpc.clock import Clock, Deadline
 from liver_hpc.config.schema import DeadlineSection
-from liver_hpc.errors import LiverError, MeetingError
+from liver_hpc.errors import DeadlineError, LiverError, MeetingError
 from liver_hpc.host.warm import WarmProcess
 from liver_hpc.node.workers import BootError, NodeWorkers, WorkerPlan
 from liver_hpc.protocol.messages import WorkerEnded
@@ -148,10 +148,14 @@ class Launch:
         self._deadline = Deadline.after(self._around.clock, limit_s, "workers to end")
 
     def end(self, exit_s: float) -> int:
-        """Its exit code; nothing of it runs any more. Waits, for at most `exit_s`."""
+        """Its exit code; nothing of it runs any more but what is stuck in the kernel. Waits, for
+        at most `exit_s`."""
         self._workers.end(exit_s)
         if self._joiner is not None:
-            self._joiner.end(0.0)
+            try:
+                self._joiner.end(0.0)
+            except DeadlineError as error:
+                log.error("%s", error)
         return self._workers.worst() if self._code is None else self._code
 
     # ---- on its way

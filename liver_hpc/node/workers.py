@@ -253,7 +253,7 @@ class NodeWorkers:
 
     def _heard_of(self, waited_for: AgentsEnd | Child) -> None:
         """Nothing more is to be heard of it."""
-        with contextlib.suppress(KeyError, ValueError):  # it is not waited for
+        with contextlib.suppress(KeyError, ValueError, OSError):  # it is not waited for, or is gone
             self._selector.unregister(waited_for)
 
     def _obituary(self, worker: _Worker, what: str) -> str:

@@ -56,6 +56,12 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
     watched.selector.close()
 
 
+def test_ending_them_again_ends_nobody(watched: Watched) -> None:
+    watched.workers.end(0.0)
+    watched.workers.end(0.0)
+    assert watched.workers.living() == []
+
+
 def test_one_that_has_ended_is_over_once_its_last_words_were_heard(watched: Watched) -> None:
     """Nobody may let go of it in the time between."""
     workers = watched.workers
