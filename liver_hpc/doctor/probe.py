@@ -155,7 +155,7 @@ def join(node: Node, within_s: float) -> Said:
     identity = Identity(agent="doctor", host=node.facts.host, pid=os.getpid(), workers=1)
     began_s = time.monotonic()
     secret = read_secret(node.directory / "secret")
-    meet(joiner_process(), node.directory, identity, secret, within_s)
+    meet(joiner_process(), node.directory, identity, secret, within_s, within_s)
     return {"took_s": time.monotonic() - began_s}
 
 

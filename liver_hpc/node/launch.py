@@ -179,7 +179,9 @@ class Launch:
         identity = Identity(
             agent=plan.launch, host=socket.gethostname(), pid=os.getpid(), workers=len(plan.slots)
         )
-        return meet(joiner, plan.run_directory, identity, around.secret, around.limits.meet_s)
+        meet_s = around.limits.meet_s
+        turn_s = around.limits.boot_s + meet_s  # at a start all agents may come at once
+        return meet(joiner, plan.run_directory, identity, around.secret, turn_s, meet_s)
 
     def _ended(self) -> bool:
         assert self._deadline is not None

@@ -161,7 +161,9 @@ def test_without_a_rendezvous_the_agent_gives_up_at_the_deadline(run: Run) -> No
 
 
 def test_a_joiner_that_stands_still_is_killed_at_the_deadline(run: Run) -> None:
-    run.set_deadline("meet_s", 2.0)
+    """Before its turn: as long as all others may take to boot and to meet."""
+    run.set_deadline("boot_s", 4.0)
+    run.set_deadline("meet_s", 1.0)
     launcher = run.launcher("works")
     with run.queue() as came:
         launcher.launch(request())
@@ -169,7 +171,7 @@ def test_a_joiner_that_stands_still_is_killed_at_the_deadline(run: Run) -> None:
         joiner = run.joiner()
         os.kill(joiner, signal.SIGSTOP)
         assert run.wait_ended(launcher) == EXIT_NOT_MET
-    assert "[agent a0] waited 2 s for the rendezvous of" in run.log("agent-a0")
+    assert "[agent a0] waited 5 s for the rendezvous of" in run.log("agent-a0")
     assert run.alive() == []
 
 

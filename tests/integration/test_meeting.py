@@ -177,10 +177,10 @@ def mpi_process(script: str, *arguments: str) -> MpiProcess:
 
 
 def start_joiner(
-    directory: Path, agent: str, secret: bytes = SECRET, timeout_s: float = 20.0
+    directory: Path, agent: str, secret: bytes = SECRET, meet_s: float = 20.0
 ) -> Future[Answer]:
     who = identity(agent)
-    return JOINERS.submit(meet, joiner_process(), directory, who, secret, timeout_s)
+    return JOINERS.submit(meet, joiner_process(), directory, who, secret, 20.0, meet_s)
 
 
 def said(process: MpiProcess) -> str:
@@ -347,6 +347,19 @@ def test_joiners_wait_their_turn_while_another_stands_still_in_the_meeting(
     assert acceptor_pid(mpi_place.rendezvous) != before
 
 
+def test_the_wait_for_those_before_it_is_no_part_of_a_joiners_meeting(mpi_place: MpiPlace) -> None:
+    with mpi_place.rendezvous._turn:
+        joiner = start_joiner(mpi_place.directory, "a0", meet_s=2.0)
+        time.sleep(3.0)
+    assert joiner.result().worker_ids == (0, 1)
+
+
+def test_a_joiner_whose_turn_does_not_come_gives_up(mpi_place: MpiPlace) -> None:
+    who, directory = identity(), mpi_place.directory
+    with mpi_place.rendezvous._turn, pytest.raises(MeetingError, match=r"waited 0\.5 s for the"):
+        meet(joiner_process(), directory, who, SECRET, 0.5, 20.0)
+
+
 def test_an_acceptor_killed_in_a_meeting_is_replaced_and_those_who_wait_are_met(
     mpi_place: MpiPlace,
 ) -> None:
@@ -487,7 +500,7 @@ def test_the_joiner_goes_by_the_netmod_of_the_rendezvous_whatever_the_environmen
 
 def test_without_a_rendezvous_the_joiner_gives_up_at_its_deadline(tmp_path: Path) -> None:
     with pytest.raises(MeetingError, match=r"waited 0\.2 s for the rendezvous of"):
-        meet(joiner_process(), tmp_path, identity(), SECRET, 0.2)
+        meet(joiner_process(), tmp_path, identity(), SECRET, 20.0, 0.2)
 
 
 def test_at_the_address_of_a_dead_rendezvous_the_joiner_gives_up_at_its_deadline(
@@ -496,7 +509,7 @@ def test_at_the_address_of_a_dead_rendezvous_the_joiner_gives_up_at_its_deadline
     with opened(MpiPlace(tmp_path), coordinator):
         left_over = place_file(tmp_path).read_text()
     place_file(tmp_path).write_text(left_over)
-    joiner = start_joiner(tmp_path, "a0", timeout_s=1.0)
+    joiner = start_joiner(tmp_path, "a0", meet_s=1.0)
     with pytest.raises(MeetingError, match="the rendezvous of"):
         joiner.result()
     place_file(tmp_path).unlink()
@@ -518,7 +531,7 @@ def test_a_joiner_stuck_in_mpi_ends_with_the_rendezvous_or_at_its_deadline(
             ended.set()
 
     with queue_alone(tmp_path, SECRET, line_up):
-        joiner = start_joiner(tmp_path, "a0", timeout_s=30.0 if rendezvous_ends else 2.0)
+        joiner = start_joiner(tmp_path, "a0", meet_s=30.0 if rendezvous_ends else 2.0)
         with pytest.raises(RendezvousLost if rendezvous_ends else StuckInMpi):
             joiner.result(20)
         assert ended.wait(5)

@@ -32,20 +32,30 @@ def joiner_process() -> MpiProcess:
 
 
 def meet(
-    process: MpiProcess, run_directory: Path, identity: Identity, secret: bytes, timeout_s: float
+    process: MpiProcess,
+    run_directory: Path,
+    identity: Identity,
+    secret: bytes,
+    turn_s: float,
+    meet_s: float,
 ) -> Answer:
     """Meets the rendezvous of a run by a fresh `joiner_process`, of which nothing is left then.
 
-    Raises MeetingError when refused, when the rendezvous does not hold the same secret, or after
-    `timeout_s`: StuckInMpi when that came in the middle.
+    Raises MeetingError when refused, when the rendezvous does not hold the same secret, where none
+    is found for `meet_s`, the turn of this joiner has not come after `turn_s`, or then the meeting
+    takes longer than `meet_s`: StuckInMpi when that came in the middle.
     """
-    deadline = Deadline.after(SystemClock(), timeout_s, f"the rendezvous of {run_directory}")
+
+    def within(limit_s: float) -> Deadline:
+        return Deadline.after(SystemClock(), limit_s, f"the rendezvous of {run_directory}")
+
     try:
-        process.enter(_place(run_directory, deadline).network)
-        queue, port_name = _wait_for_turn(process, run_directory, secret, deadline)
+        found, turn = within(meet_s), within(turn_s)
+        process.enter(_place(run_directory, found).network)
+        queue, port_name = _wait_for_turn(process, run_directory, secret, found, turn)
         with contextlib.closing(queue):
             said = introduction(queue.key, identity)
-            heard = _exchange(process, queue, [port_name.encode(), said], deadline)
+            heard = _exchange(process, queue, [port_name.encode(), said], within(meet_s))
         return answer_in(queue.key, heard, identity)
     except DeadlineError as error:
         raise MeetingError(str(error)) from error
@@ -62,19 +72,20 @@ def _place(run_directory: Path, deadline: Deadline) -> RendezvousPlace:
 
 
 def _wait_for_turn(
-    process: MpiProcess, run_directory: Path, secret: bytes, deadline: Deadline
+    process: MpiProcess, run_directory: Path, secret: bytes, found: Deadline, turn: Deadline
 ) -> tuple[Channel, str]:
     """Queues until it is this joiner's turn; the place in the queue, and MPI's port name.
 
     A rendezvous that has ended meanwhile may be followed by another one, at another place.
     """
-    pause = threading.Event()
+    pause, deadline = threading.Event(), found
     while True:
         place = _place(run_directory, deadline)
         address = (place.network.host, place.port)
         try:
             limit_s = max(deadline.remaining_s(), 0.001)
             queue = connect(address, secret, limit_s, deadline.waits_for)
+            deadline = turn
             with contextlib.ExitStack() as giving_up:
                 giving_up.callback(queue.close)  # else its turn would come, and hold up others
                 process.await_peer(queue, deadline)
