@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import signal
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -37,7 +38,7 @@ class WarmProcess(Child):
             number = its_end.fileno()
             words = [*command.words, str(number)]
             super().__init__(replace(command, words=words, pass_fds=(number,)))
-        self.ready = False
+        self.ready = self._has_forked = False
 
     def hear(self) -> str:
         """Why it cannot fork; empty where it is ready. For when its line is readable."""
@@ -66,6 +67,7 @@ class WarmProcess(Child):
             group=command.apart == "group",
         )
         command.log.parent.mkdir(parents=True, exist_ok=True)
+        self._has_forked = True
         try:
             with command.log.open("ab") as log, _taking_orphans_in():
                 descriptors = [log.fileno(), *passed.values()]
@@ -77,6 +79,16 @@ class WarmProcess(Child):
         if not reply.pid:
             raise ForkRefused(f"{self.name}: {reply.refused}")
         return Child(command, Adopted(reply.pid))
+
+    def end(self, limit_s: float, first: signal.Signals = signal.SIGTERM) -> list[int]:
+        """As of any child until it has forked. Then it is killed at once, and it alone: what it has
+        forked just now still has its mark."""
+        if not self._has_forked:
+            return super().end(limit_s, first)
+        killed = [self.pid] if self.exit_code() is None else []
+        self.send_signal(signal.SIGKILL)
+        self._release()
+        return killed
 
     def _release(self) -> None:
         super()._release()

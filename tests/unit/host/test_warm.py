@@ -29,7 +29,8 @@ SOON_S = 20.0
 
 # Forks what notes who it is, and then does as it is told.
 WARM = """
-import json, os, signal, socket, subprocess, sys, threading
+import json, os, signal, socket, subprocess, sys, threading, time
+from liver_hpc.host import forking
 from liver_hpc.host.forking import serve
 
 def work(arguments):
@@ -63,6 +64,11 @@ if "refuses" in sys.argv:
     sys.exit(1)
 if "has a thread" in sys.argv:
     threading.Thread(target=threading.Event().wait, daemon=True).start()
+if "has a helper" in sys.argv:
+    subprocess.Popen(["/bin/sleep", "60"])
+if "shows late" in sys.argv:
+    show = forking._show
+    forking._show = lambda order: (time.sleep(1.0), show(order))
 serve(line, work)
 """
 
@@ -247,6 +253,23 @@ def test_ending_the_warm_process_ends_no_worker(made: Warm) -> None:
     warm.end(0.0)
     assert warm.exit_code() == 128 + signal.SIGKILL
     assert not ends(child.pid, 0.3)
+
+
+def test_nor_one_that_it_has_forked_just_now(made: Warm) -> None:
+    """Which is not shown as another one yet."""
+    warm = ready(made.start("shows late"))
+    child = made.fork(warm)
+    assert warm.end(0.0) == [warm.pid]
+    assert made.note()["pid"] == child.pid
+    assert child.exit_code() is None
+    assert warm.end(0.0) == []
+
+
+def test_what_its_imports_have_started_ends_with_one_that_has_forked_nothing(made: Warm) -> None:
+    warm = ready(made.start("has a helper"))
+    (helper,) = {*marked_processes(warm.mark, "1")} - {warm.pid}
+    warm.end(0.0)
+    assert ends(helper)
 
 
 def test_one_with_a_second_thread_refuses_and_goes_on(made: Warm) -> None:
