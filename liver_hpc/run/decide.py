@@ -93,10 +93,12 @@ class Drop:
 
 @dataclass(frozen=True)
 class Decline:
-    """A change that nothing forces would not repay what it costs."""
+    """A change that nothing forces would not repay what it costs. for_good: nor later, as the run
+    is to end."""
 
     layout: Layout
     reason: str
+    for_good: bool = False
 
 
 @dataclass(frozen=True)
@@ -201,17 +203,19 @@ class Decider:
         target = self._placed(request)
         if origin == IN_PLACE:
             return Begin(request, target)
-        if reason := self._not_worth(target, self._to_boot(request)):
-            return Decline(layout, reason)
-        return Begin(request, target)
+        return self._not_worth(target, self._to_boot(request)) or Begin(request, target)
 
-    def _not_worth(self, target: RankMap, to_boot: int) -> str:
-        """Why to stay as it is, where nothing forces the run to another layout; or empty."""
+    def _not_worth(self, target: RankMap, to_boot: int) -> Decline | None:
+        """To stay as it is, where nothing forces the run to another layout."""
         source, policy, handoffs = self.source, self.estimates.policy, self.estimates.handoffs
         price = handoffs.price(source, target, to_boot)
         known_s = self.steps_left * handoffs.usual_step_s() - price.ready_s
         lasting_s = max(0.0, min(self.horizon_s, known_s))
-        return policy.not_worth(source.layout, target.layout, price.cost_s, lasting_s)
+        reason = policy.not_worth(source.layout, target.layout, price.cost_s, lasting_s)
+        if not reason:
+            return None
+        for_good = known_s <= self.horizon_s and not self.queue.notices_left
+        return Decline(target.layout, reason, for_good)
 
     def _larger(self) -> Layout | None:
         """A larger layout than the present one for which there is room."""

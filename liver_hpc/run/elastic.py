@@ -58,6 +58,7 @@ class ElasticPolicy:
         self.queue, self.nodes, self.estimates, self.notices = parts
         self.drained: dict[str, NodeWarned | None] = {}
         self.burst_over = ""
+        self._enough: int | None = None  # workers, from whom growing was declined for good
         self._config = config
         self._clock = clock
         self.handoffs = handoffs
@@ -141,6 +142,7 @@ class ElasticPolicy:
     def lost(self, before: Layout, now: Layout) -> None:
         """Workers were lost. Where nodes take any number, others come in their place; else the run
         grows onto what room there is, as always."""
+        self._enough = None
         missing = self.queue.missing or before
         if now.workers < missing.workers and self.nodes.free_slots() is None:
             self.queue.missing = missing
@@ -337,6 +339,7 @@ class ElasticPolicy:
                     self._out.append(a.Log(decision.reason))
                 case Decline():  # it looks again later: steps may show other times
                     self._pause_growing()
+                    self._enough = world.rank_map.layout.workers if decision.for_good else None
                     stays = f"stays in {world.rank_map.layout}: to {decision.layout}"
                     self._out.append(a.Note(f"{stays}, {decision.reason}"))
                 case Drop():
@@ -373,6 +376,7 @@ class ElasticPolicy:
                 a.Log(f"{request.origin}: the deadline may not be met: {decision.action}")
             )
         self.queue.had_its_turn(request)
+        self._enough = None
         self._out.append(a.Note(f"generation {generation}: {request}, from {world.rank_map}"))
         why = self._bounded_because(generation, world.rank_map, decision.target)
         steps_s = self.estimates.handoffs.steps_s(world.rank_map, decision.target)
@@ -431,7 +435,10 @@ class ElasticPolicy:
 
     def _most_workers(self) -> int:
         """The most workers that the run may have, wherever the nodes come from."""
-        best = self.estimates.policy.best(self.queue.bound)
+        bound = self.queue.bound
+        best = self.estimates.policy.best(
+            bound if self._enough is None else min(self._enough, bound)
+        )
         asked = [request.layout for request in self.queue.not_granted]
         return max((layout.workers for layout in (best, *asked) if layout is not None), default=0)
 

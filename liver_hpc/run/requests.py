@@ -114,6 +114,11 @@ class RequestQueue:
         """All that was asked for and has not had its turn."""
         return self.waiting if self.awaits is None else [*self.waiting, self.awaits]
 
+    @property
+    def notices_left(self) -> bool:
+        """Whether the run file is to ask for something yet."""
+        return bool(self._notices)
+
     def steps_left(self, step: int) -> float:
         """After `step` steps: until the run file asks for something, or else to the run's end. In
         steps of as many samples as the next one has."""

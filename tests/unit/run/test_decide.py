@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from liver_hpc.clock import FakeClock
+from liver_hpc.config.schema import NoticeSection
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.policy import LayoutPolicy
@@ -185,20 +186,22 @@ def test_a_run_that_chooses_grows_where_that_repays_the_handoff() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lasts", "said"),
+    ("lasts", "said", "for_good"),
     [
-        ((15, 1800.0), "it saves 3.0 s in the next 6 s, and costs 3.0 s"),
-        ((5, 1800.0), "it saves nothing in the next 0 s, and costs 3.0 s"),
-        ((math.inf, 5.0), "it saves 2.5 s in the next 5 s, and costs 3.0 s"),
+        ((15, 1800.0), "it saves 3.0 s in the next 6 s, and costs 3.0 s", True),
+        ((5, 1800.0), "it saves nothing in the next 0 s, and costs 3.0 s", True),
+        ((math.inf, 5.0), "it saves 2.5 s in the next 5 s, and costs 3.0 s", False),
     ],
 )
 def test_growth_that_does_not_repay_the_handoff_is_declined(
-    lasts: tuple[float, float], said: str
+    lasts: tuple[float, float], said: str, for_good: bool
 ) -> None:
     """Until the run ends, or the run file wants something else, or for the horizon."""
     situation = choosing()
     situation.lasts = lasts
-    assert situation.decide() == Decline(Layout(1, 1, 4), said)
+    assert situation.decide() == Decline(Layout(1, 1, 4), said, for_good)
+    situation.queue._notices = [NoticeSection(at_step=50, replace=0)]
+    assert situation.decide() == Decline(Layout(1, 1, 4), said, for_good=False)
 
 
 def test_what_is_asked_for_or_forced_is_not_weighed() -> None:

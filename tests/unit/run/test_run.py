@@ -440,6 +440,30 @@ def test_growing_that_does_not_repay_is_declined_in_words_and_looked_at_again() 
     assert text.startswith("stays in tp1 pp1 dp2: to tp1 pp1 dp4, it saves ")
 
 
+def test_burst_nodes_that_come_too_late_to_repay_go_back_and_are_not_asked_for_again() -> None:
+    """The run ends before they would be of use; what is asked for later wants them."""
+    config = SCENES[3].config
+    policy = PolicySection(**{**POLICY, "layout": "auto"})
+    train = config.train.model_copy(update={"steps": 2})
+    play = training(
+        replace(SCENES[3], config=config.model_copy(update={"policy": policy, "train": train}))
+    )
+    for node in (burst(3), burst(4)):
+        play.feed(NodeGranted(node))
+    for _ in range(40):
+        play.now_s += 0.5
+        play.feed(e.Tick())
+    told = [note.text for _, _, done in play.entries for note in of(a.Note, done)]
+    assert any("it saves nothing" in text for text in told), told
+    gives = [give for _, _, done in play.entries for give in of(a.GiveBack, done)]
+    assert {give.node for give in gives} == {"b3", "b4"}  # type: ignore[attr-defined]
+    wanted = [each for _, _, done in play.entries for each in of(a.WantWorkers, done)]
+    assert wanted[-1] == a.WantWorkers(0)
+    actions = play.feed(e.OperatorAsked(1, m.ResizeRequest(workers=4)))
+    assert of(a.WantWorkers, actions) == [a.WantWorkers(3)]
+    assert not [*differences(play.journal(), play.scene.new_run)]
+
+
 def test_schedules_are_the_same_again() -> None:
     """What shrinks a schedule that fails, and what finds it again."""
     from tests.unit.run.endings import schedule
