@@ -309,10 +309,10 @@ class Coordinator:
         meanwhile has not been read yet, and no deadline has passed before it is."""
         self._check_epoch()
         self._feed(e.StoodStill(self._last_tick_s))
+        self._registry.excuse_all()
         self._look_from_now_on()
 
     def _look_from_now_on(self) -> None:
-        self._registry.excuse_all()
         self._progress.moved()
         self._last_tick_s = self._clock.now_s()
 

@@ -358,6 +358,10 @@ def test_the_lost_coordinators_own_node_is_not_waited_for_to_the_end(
     began_s = time.monotonic()
     run.kill()
     assert 3.2 < time.monotonic() - began_s < COORDINATOR_S / 2
+    run.until(lambda: run.coordinator._performer.outcome is not None, "the run's end")
+    assert time.monotonic() - began_s < 3.4 + 2.5  # and not after another silence
+    assert run.coordinator._performer.outcome is not None
+    assert "worker 1 lost: it has not called" in run.coordinator._performer.outcome.reason
 
 
 def test_whose_host_was_lost_is_in_the_journal(make: Callable[..., MortalRun]) -> None:
