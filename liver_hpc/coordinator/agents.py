@@ -29,7 +29,8 @@ GATHER_S = 0.3
 class NodeAgents:
     """Used by the event loop alone.
 
-    silent: agents that have not been heard of for too long; they get no launch. stay: agents take
+    silent: agents that have not been heard of for too long; they get no launch. given_up: those
+    that were so for `coordinator_s`, which may live on a node that does not answer. stay: agents take
     further launches. exit_s: how long a launch that was ended by force may take,
     until its agent is.
     """
@@ -58,6 +59,7 @@ class NodeAgents:
         self._leaving: set[str] = set()  # agents that were told to end
         self._killed: dict[str, Deadline] = {}  # launches
         self.silent: set[str] = set()
+        self.given_up: set[str] = set()
         self._unhealthy: dict[str, str] = {}  # nodes, and what is wrong with them
 
     def start(self, agent: str, node: str) -> None:
@@ -157,6 +159,10 @@ class NodeAgents:
         agent = self.of(launch)
         known = agent in self._registry and agent in self._nodes
         return known and self._launcher.alive(agent)
+
+    def unreachable(self) -> bool:
+        """Whether an agent may live that does not answer."""
+        return any(map(self._launcher.alive, self.silent | self.given_up))
 
     def of(self, launch: str) -> str:
         """The agent of a launch, or one of this name, as far as is known."""

@@ -212,6 +212,7 @@ class Hearing:
             if isinstance(peer, str):
                 if self.registry.away_s(peer) > limits.coordinator_s:
                     self.registry.drop(peer, reason)
+                    self.agents.given_up.add(peer)
                 continue
             agent = self.core.agents.agent_of(peer)
             late = self.registry.away_s(peer) > limits.heartbeat_s

@@ -506,7 +506,7 @@ class Coordinator:
         the next start wants nodes that Slurm holds for lost, an end does not."""
         outcome = self._performer.outcome
         restarts = outcome is not None and outcome.state == a.Ending.RESTART
-        hurries = self._agents.silent and not restarts
+        hurries = self._agents.unreachable() and not restarts
         self._services.launcher.close(LOST_S if hurries else math.inf)
 
     def _close_checkpoints(self) -> None:
