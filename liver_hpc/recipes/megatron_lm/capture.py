@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import importlib
 import inspect
 import io
@@ -326,7 +327,7 @@ _alone = _Alone()
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """On this thread, torch.distributed is not initialized: what asks acts for itself, and waits
-    for nobody."""
+    for nobody. Who asks for its rank all the same is the first of one."""
     _ask_the_thread()
     _alone.is_so = True
     try:
@@ -336,15 +337,20 @@ def alone() -> Iterator[None]:
 
 
 def _ask_the_thread() -> None:
-    distributed: Any = torch.distributed
-    plain = distributed.is_initialized
-    if not hasattr(plain, "asks_the_thread"):
+    """Once a process."""
+    for name, answer in (("is_initialized", False), ("get_rank", 0), ("get_world_size", 1)):
+        plain = getattr(torch.distributed, name)
+        if not hasattr(plain, "asks_the_thread"):
+            setattr(torch.distributed, name, _asking_the_thread(plain, answer))
 
-        def is_initialized() -> bool:
-            return not _alone.is_so and bool(plain())
 
-        is_initialized.asks_the_thread = True  # type: ignore[attr-defined]
-        distributed.is_initialized = is_initialized
+def _asking_the_thread(plain: Callable[..., Any], answer: Any) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def ask(*args: Any, **options: Any) -> Any:
+        return answer if _alone.is_so else plain(*args, **options)
+
+    ask.asks_the_thread = True  # type: ignore[attr-defined]
+    return ask
 
 
 # ---- objects that Megatron asks for

@@ -8,7 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.recipes.megatron_lm import datasets
@@ -67,3 +72,55 @@ def test_a_provider_that_failed_has_left_no_cache(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="no space left"):
         opened(tmp_path, provider)
     assert not [*tmp_path.glob("*.complete")]
+
+
+# ---- blends
+
+
+TOKENIZER = types.SimpleNamespace(vocab_size=64, eod=0, pad=-1, unique_identifiers={})
+
+
+@pytest.fixture
+def prefixes(tmp_path: Path) -> list[str]:
+    """Of two pairs of files, each with 160 tokens."""
+    made = [str(tmp_path / name) for name in ("a", "b")]
+    for prefix in made:
+        builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+        for _ in range(4):
+            builder.add_document(torch.arange(40), [40])
+        builder.finalize(f"{prefix}.idx")
+    return made
+
+
+def blend(prefixes: list[str], cache: Path, kind: type[GPTDataset] = GPTDataset) -> Any:
+    """What Megatron builds of both, for training alone."""
+    config = GPTDatasetConfig(
+        random_seed=1,
+        sequence_length=8,
+        blend=(prefixes, [0.3, 0.7]),
+        split="1,0,0",
+        path_to_cache=str(cache),
+        tokenizer=TOKENIZER,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+    )
+    return BlendedMegatronDatasetBuilder(kind, ASKED, lambda: True, config).build()
+
+
+@pytest.fixture
+def no_default_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a worker boots."""
+    monkeypatch.setattr(torch.distributed.distributed_c10d._world, "default_pg", None)
+
+
+@pytest.mark.usefixtures("no_default_group")
+def test_a_blend_has_a_cache_which_the_next_one_loads(tmp_path: Path, prefixes: list[str]) -> None:
+    """BlendedDataset of megatron-core 0.16 asks for its rank, initialized or not."""
+    cache = tmp_path / "cache"
+    first = opened(tmp_path, lambda _numbers: blend(prefixes, cache)).train
+    written = {path: path.stat().st_mtime_ns for path in cache.iterdir()}
+    assert any("BlendedDataset" in path.name for path in written)
+    second = opened(tmp_path, lambda _numbers: blend(prefixes, cache)).train
+    assert {path: path.stat().st_mtime_ns for path in cache.iterdir()} == written
+    assert second.dataset_index.tolist() == first.dataset_index.tolist()
