@@ -168,13 +168,16 @@ def masks_of_samples(
 
 def seed_at_layers(module: Any, seed: int, tp_rank: int, sequence_parallel: bool) -> None:
     """Makes a chunk seed the random streams as it enters a forward, and each of its layers too,
-    where anything in it drops.
+    where anything in it drops; dropout that torch compiles, which draws other masks, is taken out.
 
     Layers are the outermost modules with a number of their own, which counts from 1 over the whole
     model; what comes before the first one counts as layer 0.
     """
     if not _drops(module):
         return
+    for part in module.modules():
+        if getattr(getattr(part, "config", None), "bias_dropout_fusion", False):
+            part.config.bias_dropout_fusion = False  # layers read it in each forward
     for layer, entered in [(0, module), *_layers(module)]:
         entered.register_forward_pre_hook(_Seeder(seed, layer, tp_rank, sequence_parallel))
 

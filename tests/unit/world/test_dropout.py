@@ -106,3 +106,14 @@ def test_what_drops_is_known_by_its_rate(part: torch.nn.Module, drops: bool) -> 
     chunk: Any = torch.nn.Sequential(part)
     chunk.config = SimpleNamespace(hidden_dropout=0.0, attention_dropout=0.0)
     assert dropout._drops(chunk) is drops
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_what_torch_would_compile_dropout_of_does_without(rate: float) -> None:
+    """Compiled, it draws by another numbering; under a mode it may not be compiled."""
+    chunk: Any = torch.nn.Sequential(torch.nn.Sequential())
+    chunk.config = SimpleNamespace(hidden_dropout=rate, bias_dropout_fusion=True)
+    chunk[0].config = SimpleNamespace(bias_dropout_fusion=True)
+    dropout.seed_at_layers(chunk, seed=1, tp_rank=0, sequence_parallel=False)
+    assert chunk.config.bias_dropout_fusion is (rate == 0)
+    assert chunk[0].config.bias_dropout_fusion is (rate == 0)
