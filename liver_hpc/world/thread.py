@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,14 +33,24 @@ class MicroBatch:
 
 
 class Thread(threading.local):
-    """What this thread does: it may rehearse a world, and megatron may mean the groups of one."""
+    """What this thread does: it may rehearse a world, megatron may mean the groups of one, and it
+    may act alone, with torch.distributed not initialized."""
 
     rehearsing = False
+    alone = False
     groups: Any = None
     micro_batch: MicroBatch | None = None
 
 
 here = Thread()
+
+
+class Pool(ThreadPoolExecutor):
+    """Its threads do what the thread does that makes it."""
+
+    def __init__(self, max_workers: int | None = None) -> None:
+        does = dict(vars(here))
+        super().__init__(max_workers, initializer=lambda: vars(here).update(does))
 
 
 @contextlib.contextmanager

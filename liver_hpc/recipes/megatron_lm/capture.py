@@ -317,23 +317,16 @@ def _imports(script: Path) -> Iterator[None]:
 # ---- on a thread that acts alone
 
 
-class _Alone(threading.local):
-    is_so = False
-
-
-_alone = _Alone()
-
-
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """On this thread, torch.distributed is not initialized: what asks acts for itself, and waits
     for nobody. Who asks for its rank all the same is the first of one."""
     _ask_the_thread()
-    _alone.is_so = True
+    thread.here.alone = True
     try:
         yield
     finally:
-        _alone.is_so = False
+        thread.here.alone = False
 
 
 def _ask_the_thread() -> None:
@@ -347,7 +340,7 @@ def _ask_the_thread() -> None:
 def _asking_the_thread(plain: Callable[..., Any], answer: Any) -> Callable[..., Any]:
     @functools.wraps(plain)
     def ask(*args: Any, **options: Any) -> Any:
-        return answer if _alone.is_so else plain(*args, **options)
+        return answer if thread.here.alone else plain(*args, **options)
 
     ask.asks_the_thread = True  # type: ignore[attr-defined]
     return ask

@@ -61,6 +61,7 @@ def open_datasets(script: Script, layout: Layout, directory: Path, boot_s: float
         call = hashlib.blake2b(repr((script.identity, numbers)).encode(), digest_size=8).hexdigest()
         with first_alone(directory / f"script-{call}.complete", limit_s):
             _find_helpers(directory / _LOCK, limit_s)
+            _build_as_the_caller()
             train, validation, _ = captured.datasets_provider(numbers)
     if train is None:
         raise ConfigError("the script's dataset provider gives no training set")
@@ -78,6 +79,15 @@ def _answer_as_one(world: Any) -> None:
             mine[name] = _OneRank()
     for axis in _ALONE:
         mine[f"_MPU_{axis}_RANK"], mine[f"_MPU_{axis}_WORLD_SIZE"] = 0, 1
+
+
+def _build_as_the_caller() -> None:
+    """Has Megatron's builder make the datasets of a blend, which it does on threads of its own, in
+    the world of its caller: a script's own may ask for arguments or a tokenizer."""
+    builder: Any = importlib.import_module(
+        "megatron.core.datasets.blended_megatron_dataset_builder"
+    )
+    builder.ThreadPoolExecutor = thread.Pool
 
 
 def _find_helpers(lock: Path, limit_s: float) -> None:

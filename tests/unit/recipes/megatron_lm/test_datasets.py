@@ -17,6 +17,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.recipes.megatron_lm import datasets
+from liver_hpc.world import module_globals, thread
 
 ASKED = (8, 0, 0)
 
@@ -124,3 +125,30 @@ def test_a_blend_has_a_cache_which_the_next_one_loads(tmp_path: Path, prefixes: 
     second = opened(tmp_path, lambda _numbers: blend(prefixes, cache)).train
     assert {path: path.stat().st_mtime_ns for path in cache.iterdir()} == written
     assert second.dataset_index.tolist() == first.dataset_index.tolist()
+
+
+SCRIPTS: Any = types.ModuleType("globals_of_the_script")
+exec("ARGS = None\n\ndef get_args():\n    return ARGS\n", vars(SCRIPTS))
+
+
+class AskingDataset(GPTDataset):  # type: ignore[misc]
+    """A script's own, that asks for what Megatron keeps in globals."""
+
+    def __init__(self, *args: Any) -> None:
+        assert SCRIPTS.get_args() == "of this world"
+        assert torch.distributed.get_rank() == 0
+        super().__init__(*args)
+
+
+@pytest.mark.usefixtures("no_default_group")
+def test_a_blends_datasets_are_made_in_the_world_of_the_script(
+    tmp_path: Path, prefixes: list[str]
+) -> None:
+    """Megatron's builder makes them on threads of its own."""
+
+    def provider(_numbers: Any) -> Any:
+        module_globals.namespace_of(thread.here.groups, SCRIPTS)["ARGS"] = "of this world"
+        return blend(prefixes, tmp_path / "cache", AskingDataset)
+
+    assert len(opened(tmp_path, provider).train.datasets) == 2
+    assert SCRIPTS.get_args() is None
