@@ -7,6 +7,7 @@ import argparse
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -437,7 +438,7 @@ def _data(job: Owned) -> _Values:
         yield ("data", "prefix"), blend[0]["prefix"], source
     else:
         yield ("data", "blend"), blend, source
-    split = ",".join(f"{share:.15g}" for share in _given_shares(job))
+    split = ",".join(f"{Decimal(f'{share:.15g}'):f}" for share in _given_shares(job))
     yield ("data", "split"), split, job.source("split")
     yield ("data", "seed"), job["seed"], job.source("seed")
 

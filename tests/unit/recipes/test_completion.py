@@ -86,6 +86,13 @@ def test_present_and_equal_is_fine(tmp_path: Path) -> None:
     assert config.train.seed == 1234
 
 
+def test_a_small_share_of_the_data_is_one(tmp_path: Path) -> None:
+    more = "--data-path /a --split 0.99995,0.00005,0"
+    data = load_users_run(run_file(tmp_path, more, job=JOB.replace("--mock-data", ""))).data
+    assert data is not None
+    assert data.shares == (0.99995, 0.00005, 0)
+
+
 def test_how_many_checkpoints_stay_is_the_run_files_to_say(tmp_path: Path) -> None:
     """Megatron keeps all."""
     path = run_file(tmp_path, "--save ckpt --save-interval 10")
