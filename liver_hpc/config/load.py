@@ -71,8 +71,9 @@ def parse_run(
         made = next((each for each in set_by if each[: len(path)] == path), None)
         if made is not None and path not in lines:
             return f"--set {set_by[made]}: {key_text(path)}"
-        if path not in lines and (one := derived.get(path)) is not None:
-            return derived_place(path, one, where)
+        made_at = next((each for each in around if each in derived), None)
+        if made_at is not None and made_at not in lines:
+            return derived_place(path, derived[made_at], where)
         line = next((lines[each] for each in around if each in lines), None)
         file = name if line is None else f"{name}:{line}"
         return f"{file}: {key_text(path)}" if path else file

@@ -93,6 +93,15 @@ def test_a_small_share_of_the_data_is_one(tmp_path: Path) -> None:
     assert data.shares == (0.99995, 0.00005, 0)
 
 
+def test_a_part_of_what_follows_names_what_it_follows_from(tmp_path: Path) -> None:
+    """Megatron itself asserts that weights are above 0."""
+    path = run_file(tmp_path, "--data-path 0 /a 1 /b", job=JOB.replace("--mock-data", ""))
+    assert problems(path) == [
+        "run.yaml:4: model.args: --data-path 0 /a 1 /b: data.blend.0.weight: "
+        "wanted a number more than 0, got 0.0"
+    ]
+
+
 def test_how_many_checkpoints_stay_is_the_run_files_to_say(tmp_path: Path) -> None:
     """Megatron keeps all."""
     path = run_file(tmp_path, "--save ckpt --save-interval 10")
