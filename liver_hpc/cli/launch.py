@@ -23,12 +23,14 @@ from pathlib import Path
 from liver_hpc.cli.client import answers, coordinator_lives
 from liver_hpc.cli.submission import checked_run, new_run, note_latest
 from liver_hpc.clock import Deadline, SystemClock
+from liver_hpc.cluster.slurm.commands import SlurmCommands, SlurmError
 from liver_hpc.cluster.slurm.orphaned import (
     end_without_script,
     note_environment,
     script_environment,
     warn_of_the_end,
 )
+from liver_hpc.cluster.slurm.replies import RUNNING
 from liver_hpc.cluster.slurm.run_job import OwnJob
 from liver_hpc.config.load import parse_values, read_text
 from liver_hpc.config.schema import RunConfig, SlurmSection
@@ -43,6 +45,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _TIME_LIMIT = "its time limit, cluster.timeout_min"
 _VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 _ASK_EVERY_S = 1.0
+_ASK_S = 2.0
 
 
 # ---- by submitit
@@ -158,8 +161,8 @@ def coordinate_here(run: RunDirectory, script_lost: bool = False) -> Outcome | N
             f"run {run}: its coordinator answers (process {address.pid} on {address.hostname})"
         )
     os.environ.update(script_environment(run, os.environ))
-    signals = JobSignals()
-    _check_place(run, signals.job)
+    signals = JobSignals(script_lost)
+    _check_place(run, signals.job, script_lost)
     signals.listen()
     if signals.job is not None and script_lost:
         warn_of_the_end(run.config().cluster.slurm, signals.job.job_id)
@@ -169,7 +172,7 @@ def coordinate_here(run: RunDirectory, script_lost: bool = False) -> Outcome | N
     return outcome
 
 
-def _check_place(run: RunDirectory, own: OwnJob | None) -> None:
+def _check_place(run: RunDirectory, own: OwnJob | None, script_lost: bool) -> None:
     address, job_id = run.coordinator(), run.job_id()
     if run.config().cluster.kind == "slurm":
         if own is None or own.job_id != job_id:
@@ -183,7 +186,7 @@ def _check_place(run: RunDirectory, own: OwnJob | None) -> None:
             f"run {run}: its coordinator was process {address.pid} on {address.hostname}, where "
             "its agents are; that is where another one can take over"
         )
-    if address is None and coordinator_lives(run):
+    if address is None and not script_lost and coordinator_lives(run):
         raise LiverError(f"run {run}: what starts its coordinator may live, and starts another one")
 
 
@@ -333,10 +336,12 @@ class _TimeIsUp(Exception):
 
 class JobSignals:
     """What signals say, kept until there is a coordinator to hear it. job: the one that this
-    process runs in; outside of a job nobody begins the run again."""
+    process runs in; outside of a job nobody begins the run again. script_lost: in a step of it,
+    which Slurm signals as it preempts the job, and does not signal a batch script."""
 
-    def __init__(self) -> None:
+    def __init__(self, script_lost: bool = False) -> None:
         self.job = OwnJob.of(os.environ)
+        self._script_lost = script_lost
         self._hosted: HostedCoordinator | None = None
         self._slurm = SlurmSection()
         self._said: list[int] = []
@@ -382,12 +387,23 @@ class JobSignals:
             self._said.append(number)
             if number not in _END_SIGNALS:
                 raise KeyboardInterrupt
-        elif number in _END_SIGNALS and self.job is not None:
+        elif self.job is not None and (number in _END_SIGNALS or self._is_preempted(number)):
             self._end_near(self._hosted, self.job)
         else:
             # Whoever cancels a job, or lost the terminal, may want to go on from where it was.
             saves = self.job is not None or number == signal.SIGHUP
             self._hosted.stop(signal.Signals(number).name, checkpoint=saves)
+
+    def _is_preempted(self, number: int) -> bool:
+        """Whether a signal to a step comes while its job still runs: who cancels that ends it."""
+        if not self._script_lost or number != signal.SIGTERM or self.job is None:
+            return False
+        commands = SlurmCommands(min(_ASK_S, self._slurm.command_s), unreachable_s=0.0)
+        try:
+            info = commands.jobs([self.job.job_id]).get(self.job.job_id)
+        except SlurmError:
+            return False
+        return info is not None and info.state == RUNNING
 
     def _end_near(self, hosted: HostedCoordinator, job: OwnJob) -> None:
         """Raises _TimeIsUp where nobody is left to wait for."""

@@ -30,9 +30,9 @@ class NodeAgents:
     """Used by the event loop alone.
 
     silent: agents that have not been heard of for too long; they get no launch. given_up: those
-    that were so for `coordinator_s`, which may live on a node that does not answer. stay: agents take
-    further launches. exit_s: how long a launch that was ended by force may take,
-    until its agent is.
+    that were so for `coordinator_s`, which may live on a node that does not answer. stay: agents
+    take further launches. exit_s: how long a launch that was ended by force may take, until its
+    agent is.
     """
 
     def __init__(

@@ -243,6 +243,7 @@ class Coordinator:
         limit = Deadline.after(self._clock, limits.coordinator_s, "who was left")
         soon = Deadline.after(self._clock, limits.heartbeat_s + 2 * LOOK_S, "the lost one's node")
         while not limit.expired() and self._may_still_call(doubtful if soon.expired() else ()):
+            self._look_at_epoch()
             if (event := self._inbox.get(TICK_S)) is not None:
                 self._dispatch(event)
             self._registry.flush()
@@ -350,9 +351,7 @@ class Coordinator:
 
     def _tick(self) -> None:
         now_s = self._last_tick_s = self._clock.now_s()
-        if now_s >= self._next_epoch_s:
-            self._next_epoch_s = now_s + EPOCH_S
-            self._check_epoch()
+        if self._look_at_epoch():
             self._note_agents_words(now_s)
             self._registry.tell_what_is_safe()
         self._store.expire()
@@ -365,11 +364,21 @@ class Coordinator:
             self._look_at_the_silent()
             self._look_at_progress()
 
+    def _look_at_epoch(self) -> bool:
+        """Whether it was time to. Raises Superseded."""
+        now_s = self._clock.now_s()
+        if now_s < self._next_epoch_s:
+            return False
+        self._next_epoch_s = now_s + EPOCH_S
+        self._check_epoch()
+        return True
+
     def _check_epoch(self) -> None:
         """Raises Superseded where there is another coordinator. Where a file system does not say,
         it is asked again a second later; the journal, before anything comes of an entry."""
         try:
             self._epoch.check()
+            self._epoch.show()
         except OSError as error:
             log.warning("whether there is another coordinator is not known now: %s", error)
 

@@ -418,11 +418,11 @@ class Agent:
             log.exception("the connection to the coordinator")
             self._tell_loop("", ChannelClosed(f"{type(error).__name__}: {error}"))
 
-    def _coordinator_missed(self, epoch: int) -> None:
+    def _coordinator_missed(self, times: int) -> None:
         """In the thread that has called it for a while."""
         try:
-            if begin_coordinator(self._plan.first.run_directory, epoch):
-                log.warning("coordinator %d is gone: another one begins on this node", epoch)
+            if begin_coordinator(self._plan.first.run_directory, times):
+                log.warning("the coordinator is gone: another one begins on this node")
         except (LiverError, OSError) as error:
             log.error("no other coordinator can begin here: %s", error)
 

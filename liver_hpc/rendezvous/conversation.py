@@ -9,7 +9,6 @@ be another coordinator by then, which knows from the run's journal what was said
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -25,12 +24,12 @@ from liver_hpc.rendezvous.channel import (
     connect,
 )
 from liver_hpc.run.directory import CoordinatorAddress, RunDirectory
-from liver_hpc.run.entries import JOURNAL_FILE
+from liver_hpc.run.epoch import last_sign
 
 LOOK_S = 5.0
 """So often who hears nothing looks whether there is another coordinator."""
 _AGAIN_S = 0.2
-_MISSED_AFTER = 1 / 3
+MISSED_AFTER = 1 / 3
 """Of the time without a coordinator: then somebody is to see to another one."""
 
 
@@ -105,7 +104,7 @@ class Line:
 
     was_open: whether a coordinator has ever answered. call: what a connection begins with, but for
     the numbers. coordinator_s: how long it goes on without a coordinator. missed: is told after
-    a third of that, once, which number is gone: nothing has come into the run's journal meanwhile.
+    each third of that without a sign of life of one in the run's directory; how often it was.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class Line:
         coordinator_s: float,
     ) -> None:
         self.was_open = False
-        self.missed: Callable[[int], None] = lambda epoch: None
+        self.missed: Callable[[int], None] = lambda times: None
         self._run = run
         self._secret = secret
         self._call = call
@@ -267,14 +266,8 @@ class Line:
         except (LiverError, OSError):  # a file system that does not answer now
             return None
 
-    def _journal(self) -> tuple[int, int] | None:
-        """What changes whenever a coordinator writes to it; None where it cannot be read now."""
-        try:
-            with (self._run.path / JOURNAL_FILE).open("rb") as file:  # a stat alone may be old
-                found = os.fstat(file.fileno())
-        except OSError:
-            return None
-        return found.st_ino, found.st_size
+    def _last_sign(self) -> tuple[int, int] | None:
+        return last_sign(self._run.path)
 
     def _has_ended(self) -> bool:
         """Whether the run is known to have."""
@@ -286,15 +279,15 @@ class Line:
     def _call_again(self, lost: LiverError) -> None:
         """Who refuses has proved nothing: after a coordinator's death its port may be anybody's."""
         limit = Deadline.after(self._clock, self._coordinator_s, "a coordinator")
-        patience_s = self._coordinator_s * _MISSED_AFTER
-        patience, journal = Deadline.after(self._clock, patience_s, "a sign of it"), self._journal()
-        try_s, missed, why = max(patience_s / 2, LOOK_S), False, lost
+        patience_s = self._coordinator_s * MISSED_AFTER
+        patience, sign = Deadline.after(self._clock, patience_s, "a sign"), self._last_sign()
+        try_s, missed, why = max(patience_s / 2, LOOK_S), 0, lost
         while not self._closing.is_set():
             found = self._find()
             if found is not None and found.epoch >= self._epoch:
                 try:
                     # Not all of it: the next one is elsewhere, and a lost host does not refuse.
-                    left_s = min((limit if missed else patience).remaining_s(), try_s)
+                    left_s = min(limit.remaining_s(), patience.remaining_s(), try_s)
                     left_s = max(min(left_s, self._control_s), _AGAIN_S)
                     self._connect((found.host, found.port), left_s)
                     return
@@ -302,12 +295,12 @@ class Line:
                     why = error
             if self._has_ended():
                 raise ChannelClosed(f"the run has ended: {lost}")
-            if patience.expired() and not missed:
-                before, journal = journal, self._journal()
-                if missed := journal == before:
-                    self.missed(self._epoch)
-                else:  # it lives, and it is the way to it that is broken
-                    patience = Deadline.after(self._clock, patience_s, patience.waits_for)
+            if patience.expired():
+                before, sign = sign, self._last_sign()
+                if before == sign is not None:  # else the way to it is broken, and it lives
+                    missed += 1
+                    self.missed(missed)
+                patience = Deadline.after(self._clock, patience_s, patience.waits_for)
             if limit.expired():
                 raise ChannelClosed(f"{limit.error()} after {lost}; the last: {why}")
             self._closing.wait(_AGAIN_S)

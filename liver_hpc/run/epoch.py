@@ -36,6 +36,21 @@ class Epoch:
         if newest_epoch(self.run_directory) > self.number:
             raise Superseded(self.number)
 
+    def show(self) -> None:
+        """A sign of life for who cannot reach it: to be called every second. Raises OSError."""
+        os.utime(_path(self.run_directory / EPOCHS, self.number))
+
+
+def last_sign(run_directory: Path) -> tuple[int, int] | None:
+    """What is another one as long as there is a coordinator that lives, or begins; None where that
+    cannot be known now."""
+    try:
+        newest = newest_epoch(run_directory)
+        with _path(run_directory / EPOCHS, newest).open("rb") as file:  # a stat alone may be old
+            return newest, os.fstat(file.fileno()).st_mtime_ns
+    except OSError:
+        return None
+
 
 def claim_epoch(run_directory: Path) -> Epoch:
     """That of this coordinator, which supersedes all others. Raises LiverError where it cannot be
@@ -55,13 +70,10 @@ def claim_epoch(run_directory: Path) -> Epoch:
         raise LiverError(f"{directory}: {error.strerror}") from error
 
 
-def claim_succession(run_directory: Path, epoch: int) -> bool:
-    """Whether the caller is the one to start what comes after coordinator `epoch`, which is gone:
-    one may. False, too, where another coordinator has come already. Raises LiverError where that
-    cannot be written."""
-    if newest_epoch(run_directory) > epoch:
-        return False
-    path = run_directory / EPOCHS / f"after-{epoch}"
+def claim_succession(run_directory: Path, attempt: int) -> bool:
+    """Whether the caller is the one to start what comes after the newest coordinator, which is
+    gone: at each attempt one is. Raises LiverError where that cannot be written."""
+    path = run_directory / EPOCHS / f"after-{newest_epoch(run_directory)}-{attempt}"
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
     except FileExistsError:

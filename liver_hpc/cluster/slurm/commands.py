@@ -215,14 +215,18 @@ class SlurmCommands:
             raise LiverError(f"Slurm lists no job {job}")
         return info.nodes
 
-    def has_lost_its_script(self, job: str) -> bool | None:
+    def has_lost_its_script(self, job: str, or_silent: bool = False) -> bool | None:
         """Whether a batch job goes on without the node that ran its script, as --no-kill has it;
-        None where it does not run, or has none."""
+        or_silent: or that node does not answer. None where it does not run, or has none."""
         asked = ["scontrol", "--oneliner", "show", "job", job]
         for line in self._call(asked, _UNKNOWN_JOB).splitlines():
             row = dict(re.findall(r"(\w+)=(\S*)", line))
             if row.get("JobId") == job and (row["JobState"], row["BatchFlag"]) == ("RUNNING", "1"):
-                return row["BatchHost"] not in self.hostnames(row["NodeList"])
+                host = row["BatchHost"]
+                if host not in self.hostnames(row["NodeList"]):
+                    return True
+                state = self.node_states([host]).get(host, "") if or_silent else ""
+                return "not_responding" in state or "down" in state
         return None
 
     def named(self, name: str) -> dict[str, JobInfo]:

@@ -25,16 +25,19 @@ from liver_hpc.cluster.slurm.commands import SlurmCommands, SlurmError
 from liver_hpc.cluster.slurm.holdings import own_allocations
 from liver_hpc.cluster.slurm.launcher import srun_words
 from liver_hpc.cluster.slurm.script import python_words
+from liver_hpc.cluster.slurm.together import STEP_VARIABLE
 from liver_hpc.config.schema import SlurmSection
+from liver_hpc.errors import LiverError
 from liver_hpc.host.child import Child, Command
 from liver_hpc.host.process import clean_environment, quiet_thread
+from liver_hpc.rendezvous.conversation import MISSED_AFTER
 from liver_hpc.run.directory import RunDirectory
-from liver_hpc.run.epoch import claim_succession, newest_epoch
+from liver_hpc.run.epoch import claim_succession, last_sign, newest_epoch
 from liver_hpc.run.outcome import write_private_json
 
 ENVIRONMENT_FILE = "job-environment.json"
 _OF_A_JOB = ("SLURM_JOB_", "SLURM_HET_", "SLURM_ARRAY_", "SLURM_CLUSTER_", "SLURM_RESTART_COUNT")
-_STEP = "liver-coordinator-"
+_STEP = "liver-coordinator"
 _COORDINATE = ("liver_hpc", "coordinate", "--script-lost")
 _LOOK_S = 10.0
 _AGAIN_S = 3.0
@@ -65,9 +68,9 @@ def script_environment(run: RunDirectory, environ: Mapping[str, str]) -> dict[st
 # ---- another coordinator
 
 
-def begin_coordinator(run_directory: Path, epoch: int) -> bool:
-    """Called by agents that have missed coordinator `epoch` for a while. Has another one take over
-    in a step on this node, in the first that calls.
+def begin_coordinator(run_directory: Path, attempt: int) -> bool:
+    """Called by agents that miss the coordinator, for the first time or again. Has another one take
+    over in a step on this node, in the first that calls.
 
     False in the others; where the run has ended, is not on Slurm, or this node is not of its own
     job; and where there is no srun, as in most images. Raises LiverError, OSError.
@@ -82,19 +85,25 @@ def begin_coordinator(run_directory: Path, epoch: int) -> bool:
     own = own_allocations(told, config, commands.hostnames, commands.nodes_of)
     node = os.environ.get("SLURMD_NODENAME", "")
     here = next((held for held in own if node in held.nodes), None)
-    if here is None or not claim_succession(run_directory, epoch):
+    if here is None:
         return False
-    name = f"{_STEP}{epoch + 1}"
+    if os.environ.get("SLURM_STEPMGR") == own[0].nodes[0] != node:
+        raise LiverError(f"the steps of this job are made by {own[0].nodes[0]} (enable_stepmgr)")
+    epoch = newest_epoch(run_directory)
+    if not claim_succession(run_directory, attempt):
+        return False
+    name = f"{_STEP}-{epoch + 1}"
     step = srun_words(here, name, [node])
     command = Command(
         f"srun of step {name}",
         [*step, *python_words(config.cluster), "-u", "-m", *_COORDINATE, str(run)],
         orphan_signal=None,
-        environment=clean_environment(os.environ),
+        environment={**clean_environment(os.environ), STEP_VARIABLE: name},
         log=run.path / "logs" / f"srun-{name.removeprefix('liver-')}.log",
         apart="session",
     )
-    limit = Deadline.after(SystemClock(), config.deadlines.coordinator_s, f"step {name}")
+    patience_s = config.deadlines.coordinator_s * MISSED_AFTER  # then another agent may
+    limit = Deadline.after(SystemClock(), patience_s, f"step {name}")
     quiet_thread(partial(_begin, command, run, epoch, limit), "coordinator")
     return True
 
@@ -156,12 +165,20 @@ def end_without_script(run_directory: Path, commands: SlurmCommands | None = Non
     limit_s = float(found[0] if found else 0) + _MARGIN_S
     limit = Deadline.after(clock, limit_s, f"Slurm to drop the batch script's node of job {job}")
 
-    def is_led() -> bool:
-        there = commands.steps([job]) if run.outcome() is None else {}
-        return any(name.startswith(_STEP) for name in there)
+    ended, sign = run.outcome() is not None, last_sign(run.path)
 
-    while (lost := commands.has_lost_its_script(job)) is False or (lost and is_led()):
+    def is_led() -> bool:
+        nonlocal sign
+        before, sign = sign, last_sign(run.path)
+        leads = (name.startswith(_STEP) for name in commands.steps([job]))
+        return not ended and (before != sign or any(leads))
+
+    # Who was it to the end knows that the script is gone; others believe Slurm's last word alone.
+    while (lost := commands.has_lost_its_script(job, or_silent=ended)) is False or (
+        lost and is_led()
+    ):
         if limit.expired():
+            log.error("job %s is left alone: %s", job, limit.error())
             return
         threading.Event().wait(_LOOK_S)
     if not lost:

@@ -19,7 +19,9 @@ import pytest
 from liver_hpc.cli import launch
 from liver_hpc.cli.launch import CoordinatorJob, JobSignals, coordinate_here, coordinate_locally
 from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.orphaned import note_environment, script_environment
+from liver_hpc.cluster.slurm.replies import JobInfo
 from liver_hpc.cluster.slurm.run_job import OwnJob
 from liver_hpc.coordinator.connections import Control, Inbox
 from liver_hpc.coordinator.hosting import MOST_KILLED_IN_VAIN, HostedCoordinator, _told
@@ -540,3 +542,40 @@ def test_what_a_script_is_told_of_its_job_is_noted(asked: Path, coordinator: Coo
     run = a_run(requeue=True)
     CoordinatorJob()(str(run.path))
     assert script_environment(run, os.environ)["SLURM_JOB_ID"] == "77"
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "COMPLETING"])
+def test_a_preempted_job_goes_on_whose_coordinator_is_in_a_step(
+    asked: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """Slurm signals steps, and no batch script, as it preempts; and all as a job is cancelled."""
+    heard: list[str] = []
+
+    class Hosted:
+        def stop(self, why: str, checkpoint: bool) -> None:
+            heard.append(f"stop {checkpoint}")
+
+    info = JobInfo("77", "", state, "", ("n1",), None, "")
+    monkeypatch.setattr(SlurmCommands, "jobs", lambda commands, ids: {"77": info})
+    for script_lost in (True, False):
+        signals = JobSignals(script_lost)
+        hosted: Any = Hosted()
+        signals._hosted = hosted
+        signals._end_near = lambda hosted, job: heard.append("end near")  # type: ignore[method-assign]
+        signals._hear(signal.SIGTERM, None)
+    assert heard == ["end near" if state == "RUNNING" else "stop True", "stop True"]
+
+
+def test_nobody_is_waited_for_who_went_with_the_script(
+    asked: Path, monkeypatch: pytest.MonkeyPatch, coordinator: Coordinator
+) -> None:
+    """It had lost its coordinator, too, and had not another one yet."""
+    coordinator(ends_as("finished"))
+    monkeypatch.setattr(launch, "coordinator_lives", lambda run: True)
+    monkeypatch.setattr(launch, "warn_of_the_end", lambda slurm, job: None)
+    monkeypatch.setattr(launch, "end_without_script", lambda path: None)
+    run = a_run(requeue=True)
+    run.note_job_id("77", run.path.name)
+    with pytest.raises(LiverError, match="what starts its coordinator may live"):
+        coordinate_here(run)
+    assert coordinate_here(run, script_lost=True) == Outcome("finished", "so it was", 3)

@@ -71,7 +71,7 @@ def test_an_end_waits_less_for_agents_where_nodes_do_not_answer(
     run, waited = make(begin=False), list[float]()
     with monkeypatch.context() as patched:
         patched.setattr(run.cluster.launcher, "close", waited.append)
-        run.coordinator._agents.silent = {"a1"} if lost else set()
+        patched.setattr(run.coordinator._agents, "unreachable", lambda: lost)
         patched.setattr(run.coordinator._performer, "outcome", Outcome(state, "so it was", 1))
         run.coordinator._close_launcher()
     assert waited == [LOST_S if lost and state == "stopped" else math.inf]

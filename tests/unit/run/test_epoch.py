@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from liver_hpc.errors import LiverError
-from liver_hpc.run.epoch import Epoch, Superseded, claim_epoch, claim_succession, newest_epoch
+from liver_hpc.run.epoch import (
+    Epoch,
+    Superseded,
+    claim_epoch,
+    claim_succession,
+    last_sign,
+    newest_epoch,
+)
 
 
 def test_the_next_one_supersedes_those_before(tmp_path: Path) -> None:
@@ -41,12 +48,25 @@ def test_without_a_number_there_is_no_coordinator(tmp_path: Path) -> None:
 
 
 def test_one_alone_starts_what_comes_after_a_coordinator(tmp_path: Path) -> None:
+    """At each attempt; one that came of an earlier attempt, and is gone, is followed as well."""
     first = claim_epoch(tmp_path)
-    assert claim_succession(tmp_path, first.number)
-    assert not claim_succession(tmp_path, first.number)
+    assert claim_succession(tmp_path, 1)
+    assert not claim_succession(tmp_path, 1)
+    assert claim_succession(tmp_path, 2)
     assert newest_epoch(tmp_path) == first.number
-    second = claim_epoch(tmp_path)
-    assert not claim_succession(tmp_path, first.number)
-    assert claim_succession(tmp_path, second.number)
-    with pytest.raises(LiverError, match="after-9: No such file or directory"):
-        claim_succession(tmp_path / "nowhere", 9)
+    claim_epoch(tmp_path)
+    assert claim_succession(tmp_path, 1)
+    with pytest.raises(LiverError, match="after-0-1: No such file or directory"):
+        claim_succession(tmp_path / "nowhere", 1)
+
+
+def test_a_coordinator_that_lives_or_begins_shows(tmp_path: Path) -> None:
+    assert last_sign(tmp_path) is None
+    first = claim_epoch(tmp_path)
+    began = last_sign(tmp_path)
+    assert began == last_sign(tmp_path) is not None
+    first.show()
+    shown = last_sign(tmp_path)
+    assert shown not in (None, began)
+    claim_epoch(tmp_path)
+    assert last_sign(tmp_path) not in (None, began, shown)

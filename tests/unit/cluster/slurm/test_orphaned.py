@@ -20,6 +20,7 @@ from liver_hpc.cluster.slurm.orphaned import (
     script_environment,
     warn_of_the_end,
 )
+from liver_hpc.errors import LiverError
 from liver_hpc.run.directory import RunDirectory, create_run_directory
 from liver_hpc.run.epoch import claim_epoch
 from liver_hpc.run.outcome import Outcome
@@ -48,6 +49,8 @@ class Slurm:
     """Plays what `scontrol show job` and `squeue --steps` say, one after the other, the last for
     ever."""
 
+    state = "mixed"  # of the batch script's node
+
     def __init__(self, *jobs: str, steps: Sequence[str] = ("",)) -> None:
         self.jobs = list(jobs)
         self.steps = list(steps)
@@ -59,6 +62,8 @@ class Slurm:
             said = "SlurmdTimeout           = 300 sec\n"
         elif "hostnames" in words:
             said = {"n[1-3]": "n1\nn2\nn3\n", "n[2-3]": "n2\nn3\n"}[words[-1]]
+        elif words[0] == "sinfo":
+            said = f"n1|{self.state}|\n"
         elif "--steps" in words:
             said = self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
         elif "step" in words:
@@ -128,10 +133,27 @@ def test_a_run_that_has_ended_wants_its_job_no_more(run: RunDirectory) -> None:
 def test_a_job_is_left_alone_while_a_step_of_it_has_the_coordinator(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This agent alone was cut off from it."""
+    """This agent alone was cut off from it. One that was begun by hand may have any name."""
     assert done(run, LOST, steps=(LED, LED, "")) == [["scontrol", "requeue", "77"]]
     monkeypatch.setattr(orphaned, "_MARGIN_S", -300.0)
     assert done(run, LOST, steps=(LED,)) == []
+    signs = iter([(2, 1), (2, 2), (2, 2)])
+    monkeypatch.setattr(orphaned, "last_sign", lambda path: next(signs))
+    monkeypatch.setattr(orphaned, "_MARGIN_S", 60.0)
+    assert done(run, LOST) == [["scontrol", "requeue", "77"]]
+    assert next(signs, None) is None
+
+
+@pytest.mark.parametrize(("state", "lost"), [("allocated+not_responding", True), ("mixed", False)])
+def test_a_run_that_has_ended_leaves_no_job_whose_script_does_not_answer(
+    run: RunDirectory, state: str, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm drops its node later, or never. Who has not led it to its end waits for that."""
+    monkeypatch.setattr(Slurm, "state", state)
+    monkeypatch.setattr(orphaned, "_MARGIN_S", -300.0)
+    assert done(run, WHOLE) == []
+    Outcome("finished", "", 7).write(run.path)
+    assert done(run, WHOLE) == ([["scancel", "77"]] if lost else [])
 
 
 def on_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, node: str, job: str = "77") -> Path:
@@ -139,11 +161,13 @@ def on_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, node: str, job: str
     told = tmp_path / f"srun-{node}"
     srun = tmp_path / "bin" / "srun"
     srun.parent.mkdir(exist_ok=True)
-    srun.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {told}.part; mv {told}.part {told}\n')
+    lines = f'printf "%s\\n" "$@" "$LIVER_STEP" > {told}.part; mv {told}.part {told}'
+    srun.write_text(f"#!/bin/sh\n{lines}\n")
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{srun.parent}:/usr/bin:/bin")
     monkeypatch.setenv("SLURM_JOB_ID", job)
     monkeypatch.setenv("SLURMD_NODENAME", node)
+    monkeypatch.setenv("LIVER_STEP", "liver-a1")  # of the agent
     monkeypatch.setattr(orphaned, "_AGAIN_S", 0.1)
     return told
 
@@ -169,12 +193,15 @@ def test_the_first_agent_that_misses_the_coordinator_has_another_one_begin(
     _await(told)
     words = told.read_text().split()
     assert {"--jobid=77", "--het-group=1", "--nodelist=n9", "--overlap"} <= {*words}
-    assert words[-5:] == ["-m", "liver_hpc", "coordinate", "--script-lost", str(het.path)]
+    assert words[-6:-1] == ["-m", "liver_hpc", "coordinate", "--script-lost", str(het.path)]
+    assert words[-1] == "liver-coordinator-2"  # who kills what the agent has started spares it
     told.unlink()
     _await(told)  # it did not begin
-    claim_epoch(het.path)
     on_node(monkeypatch, tmp_path, "n1")
     assert not begin_coordinator(het.path, 1)
+    claim_epoch(het.path)
+    assert begin_coordinator(het.path, 1)  # that one is gone, too
+    claim_epoch(het.path)
 
 
 def _await(path: Path) -> None:
@@ -187,11 +214,13 @@ def _await(path: Path) -> None:
 def test_none_begins_where_it_would_be_of_no_use(
     het: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """On a burst node, where another one has come already, without srun, after the run's end."""
+    """On a burst node, without srun, after the run's end, where the lost node makes all steps."""
     on_node(monkeypatch, tmp_path, "n40", job="90")
     assert not begin_coordinator(het.path, 1)
-    on_node(monkeypatch, tmp_path, "n1")
-    assert not begin_coordinator(het.path, 0)
+    on_node(monkeypatch, tmp_path, "n9")
+    monkeypatch.setenv("SLURM_STEPMGR", "n1")
+    with pytest.raises(LiverError, match="the steps of this job are made by n1"):
+        begin_coordinator(het.path, 1)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert not begin_coordinator(het.path, 1)
     on_node(monkeypatch, tmp_path, "n1")
