@@ -24,13 +24,11 @@ from liver_hpc.rendezvous.channel import (
     connect,
 )
 from liver_hpc.run.directory import CoordinatorAddress, RunDirectory
-from liver_hpc.run.epoch import last_sign
+from liver_hpc.run.epoch import MISSED_AFTER, last_sign
 
 LOOK_S = 5.0
 """So often who hears nothing looks whether there is another coordinator."""
 _AGAIN_S = 0.2
-MISSED_AFTER = 1 / 3
-"""Of the time without a coordinator: then somebody is to see to another one."""
 
 
 class Conversation:

@@ -14,6 +14,8 @@ from pathlib import Path
 from liver_hpc.errors import LiverError
 
 EPOCHS = "coordinators"
+MISSED_AFTER = 1 / 3
+"""Of the time that a run goes on without a coordinator: then somebody is to see to another one."""
 
 
 class Superseded(LiverError):

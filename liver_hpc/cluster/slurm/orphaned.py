@@ -30,9 +30,8 @@ from liver_hpc.config.schema import SlurmSection
 from liver_hpc.errors import LiverError
 from liver_hpc.host.child import Child, Command
 from liver_hpc.host.process import clean_environment, quiet_thread
-from liver_hpc.rendezvous.conversation import MISSED_AFTER
 from liver_hpc.run.directory import RunDirectory
-from liver_hpc.run.epoch import claim_succession, last_sign, newest_epoch
+from liver_hpc.run.epoch import MISSED_AFTER, claim_succession, last_sign, newest_epoch
 from liver_hpc.run.outcome import write_private_json
 
 ENVIRONMENT_FILE = "job-environment.json"
