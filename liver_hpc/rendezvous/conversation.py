@@ -264,9 +264,6 @@ class Line:
         except (LiverError, OSError):  # a file system that does not answer now
             return None
 
-    def _last_sign(self) -> tuple[int, int] | None:
-        return last_sign(self._run.path)
-
     def _has_ended(self) -> bool:
         """Whether the run is known to have."""
         try:
@@ -278,8 +275,8 @@ class Line:
         """Who refuses has proved nothing: after a coordinator's death its port may be anybody's."""
         limit = Deadline.after(self._clock, self._coordinator_s, "a coordinator")
         patience_s = self._coordinator_s * MISSED_AFTER
-        patience, sign = Deadline.after(self._clock, patience_s, "a sign"), self._last_sign()
-        try_s, missed, why = max(patience_s / 2, LOOK_S), 0, lost
+        patience, missed = Deadline.after(self._clock, patience_s, "a sign"), 0
+        try_s, sign, why = max(patience_s / 2, LOOK_S), last_sign(self._run.path), lost
         while not self._closing.is_set():
             found = self._find()
             if found is not None and found.epoch >= self._epoch:
@@ -293,14 +290,14 @@ class Line:
                     why = error
             if self._has_ended():
                 raise ChannelClosed(f"the run has ended: {lost}")
+            if limit.expired():
+                raise ChannelClosed(f"{limit.error()} after {lost}; the last: {why}")
             if patience.expired():
-                before, sign = sign, self._last_sign()
+                before, sign = sign, last_sign(self._run.path)
                 if before == sign is not None:  # else the way to it is broken, and it lives
                     missed += 1
                     self.missed(missed)
                 patience = Deadline.after(self._clock, patience_s, patience.waits_for)
-            if limit.expired():
-                raise ChannelClosed(f"{limit.error()} after {lost}; the last: {why}")
             self._closing.wait(_AGAIN_S)
         raise ChannelClosed(str(lost))
 

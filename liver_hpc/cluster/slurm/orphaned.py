@@ -58,7 +58,7 @@ def note_environment(run: RunDirectory, environ: Mapping[str, str]) -> None:
 def script_environment(run: RunDirectory, environ: Mapping[str, str]) -> dict[str, str]:
     """What the script of the run's job was told of it; nothing outside of that job."""
     told: dict[str, str] = {}
-    with suppress(FileNotFoundError, ValueError):
+    with suppress(OSError, ValueError):
         told = dict(json.loads((run.path / ENVIRONMENT_FILE).read_bytes()))
     ids = [value for name, value in told.items() if name.startswith("SLURM_JOB_ID")]
     return told if environ.get("SLURM_JOB_ID") in ids else {}
@@ -168,9 +168,10 @@ def end_without_script(run_directory: Path, commands: SlurmCommands | None = Non
 
     def is_led() -> bool:
         nonlocal sign
+        if ended:
+            return False
         before, sign = sign, last_sign(run.path)
-        leads = (name.startswith(_STEP) for name in commands.steps([job]))
-        return not ended and (before != sign or any(leads))
+        return before != sign or any(name.startswith(_STEP) for name in commands.steps([job]))
 
     # Who was it to the end knows that the script is gone; others believe Slurm's last word alone.
     while (lost := commands.has_lost_its_script(job, or_silent=ended)) is False or (
