@@ -60,6 +60,8 @@ HISTORY_EVENTS = 40
 EVENT_TEXT_LENGTH = 200
 MOST_STARTS_IN_VAIN = 3
 """So often in a row a run may start, in its job that is queued again, with too few nodes."""
+MOST_READ_S = 6 * 3600.0
+"""So long a checkpoint's files may be read, to find out which has changed."""
 
 
 class RunState(StrEnum):
@@ -484,6 +486,8 @@ class Lifecycle:
         if self.world is None:
             return self.agents.missing(self._first_generation)
         workers = self.world.rank_map.workers
+        if self._doubted and self._resumed is not None:
+            return f"all files of {self._resumed.path} to be read"
         if self._state is STARTING:
             return f"Restored of workers {sorted({*workers} - self._have_restored)}"
         return f"Finished of workers {sorted({*workers} - self.agents.finished)}"

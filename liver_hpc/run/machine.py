@@ -19,6 +19,7 @@ from liver_hpc.run.agents import STANDBY, Agent
 from liver_hpc.run.lifecycle import (
     ENDED,
     HANDING_OVER,
+    MOST_READ_S,
     RECOVERING,
     STARTING,
     STOPPING,
@@ -166,7 +167,8 @@ class Run(Lifecycle):
             return
         who = f"worker {event.worker}: " if isinstance(event, m.NotRestored) else ""
         why = f"reading all files of {self._resumed.path}: {who}{event.reason}"
-        self._doubted, self._deadline = True, None
+        self._doubted = True
+        self._set_deadline(MOST_READ_S)
         self._note(why)
         self.agents.send(self.agents.present(), m.Exit(reason=why))
 
@@ -462,6 +464,7 @@ class Run(Lifecycle):
             return
         late = f"waited {self._deadline.limit_s:g} s for {self._waits_for()}"
         if self._state is STARTING:
+            self._doubted = False
             self._start_failed(late)
         else:
             self._fail(late)

@@ -22,7 +22,7 @@ from liver_hpc.run.codec import memory_of
 from liver_hpc.run.entries import Entry
 from liver_hpc.run.event_clock import EventClock
 from liver_hpc.run.events import Node, NodeGone, NodeGranted, NodeWarned
-from liver_hpc.run.lifecycle import MOST_STARTS_IN_VAIN, RunState
+from liver_hpc.run.lifecycle import MOST_READ_S, MOST_STARTS_IN_VAIN, RunState
 from liver_hpc.run.machine import Run
 from liver_hpc.run.records import EvaluationRecord, RecoveryRecord
 from liver_hpc.run.recovery import MOST_ROUNDS
@@ -653,7 +653,7 @@ def test_an_evaluation_is_made_up_for_that_the_start_before_did_not_do(
     assert begin.evaluate is owes
 
 
-@pytest.mark.parametrize("told", ["one cannot read it", "digests differ"])
+@pytest.mark.parametrize("told", ["one cannot read it", "digests differ", "nobody says"])
 def test_a_start_waits_until_it_is_known_whether_its_checkpoint_is_damaged(told: str) -> None:
     """A large one is read for longer than workers would be waited for."""
     run, begin = begun(e.Memory(4))
@@ -670,8 +670,13 @@ def test_a_start_waits_until_it_is_known_whether_its_checkpoint_is_damaged(told:
     assert note.text.startswith("reading all files of /checkpoints/step-5: ")  # type: ignore[attr-defined]
     for at_s, event in ((5.0, lost), (late_s, e.Tick()), (late_s, NodeGone("n2", "it is down"))):
         assert not of(End, run.handle(event, at_s))
-    (end,) = of(End, run.handle(e.CheckpointDamaged("it is now damaged-step-5"), late_s + 1.0))
-    assert (end.state, end.reason) == (Ending.RESTART, "it is now damaged-step-5")  # type: ignore[attr-defined]
+    if told == "nobody says":
+        (end,) = of(End, run.handle(e.Tick(), 4.0 + MOST_READ_S + 1.0))
+        why = "waited 21600 s for all files of /checkpoints/step-5 to be read"
+    else:
+        why = "it is now damaged-step-5"
+        (end,) = of(End, run.handle(e.CheckpointDamaged(why), late_s + 1.0))
+    assert (end.state, end.reason) == (Ending.RESTART, why)  # type: ignore[attr-defined]
 
 
 def test_an_evaluation_is_recorded_shown_and_remembered() -> None:
