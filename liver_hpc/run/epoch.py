@@ -3,6 +3,9 @@
 A number is a file that only one can make, also on a shared file system. It is taken before the
 journal is read, and looked at again before each write to it, and after, before anything comes of
 what was written. So what a coordinator acts upon, the next one has read.
+
+One that lives touches its file every second. Who finds that none does claims, by a file of its own,
+to start the next one.
 """
 
 from __future__ import annotations

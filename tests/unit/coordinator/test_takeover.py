@@ -109,6 +109,20 @@ class MortalRun(LiveRun):
         self.until(lambda: self.deaths > deaths, "the coordinator's end")
         self.regained()
 
+    def kill_for_a_while(self) -> threading.Event:
+        """At the next entry; no other coordinator begins before the event is set."""
+        successor, go_on = self.successor, threading.Event()
+
+        def later() -> Coordinator:
+            assert go_on.wait(LIMIT_S)
+            return successor()
+
+        self.successor = later  # type: ignore[method-assign]
+        self.die_at(0, before=False)
+        self.cluster.train()
+        self.until(lambda: self.deaths == 1, "the coordinator's end")
+        return go_on
+
     def ask(self, request: m.FromOperator) -> m.Reply:
         """Of whichever coordinator there is."""
         replies: list[m.Reply] = []
@@ -261,16 +275,7 @@ def test_a_worker_that_dies_while_there_is_no_coordinator_is_missed(
     make: Callable[..., MortalRun],
 ) -> None:
     run = make()
-    run.die_at(0, before=False)
-    successor, go_on = run.successor, threading.Event()
-
-    def later() -> Coordinator:
-        assert go_on.wait(LIMIT_S)
-        return successor()
-
-    run.successor = later  # type: ignore[method-assign]
-    run.cluster.train()
-    run.until(lambda: run.deaths == 1, "the coordinator's end")
+    go_on = run.kill_for_a_while()
     run.cluster.workers[1].channel.close()
     run.cluster.launcher.end(run.coordinator.core.agents.agent_of(1), 137)
     go_on.set()
@@ -327,16 +332,7 @@ def test_a_worker_without_which_its_agent_calls_is_not_waited_for(
     make: Callable[..., MortalRun],
 ) -> None:
     run = make()
-    run.die_at(0, before=False)
-    successor, go_on = run.successor, threading.Event()
-
-    def later() -> Coordinator:
-        assert go_on.wait(LIMIT_S)
-        return successor()
-
-    run.successor = later  # type: ignore[method-assign]
-    run.cluster.train()
-    run.until(lambda: run.deaths == 1, "the coordinator's end")
+    go_on = run.kill_for_a_while()
     run.cluster.agents["a0"].line.forget(1)
     run.cluster.train()
     began_s = time.monotonic()
