@@ -20,7 +20,7 @@ from pathlib import Path
 from liver_hpc.config.schema import RunConfig, TrackingSection
 from liver_hpc.coordinator.performer import Services
 from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.host.child import Child, Command
+from liver_hpc.host.child import Child, Command, kill_at_last
 from liver_hpc.host.process import quiet_thread
 from liver_hpc.run.epoch import Epoch, Superseded
 from liver_hpc.run.journal import Journal, JournalNews
@@ -103,7 +103,4 @@ def _end(child: Child, limit_s: float) -> None:
             child.wait(limit_s)
     except DeadlineError as error:
         log.warning("%s; it is killed", error)
-    try:
-        child.end(0.0)
-    except DeadlineError as error:
-        log.error("%s", error)
+    kill_at_last(child)

@@ -278,6 +278,14 @@ def end_all(
     return sorted(killed)
 
 
+def kill_at_last(child: Child) -> None:
+    """Kills what lives of its tree; what is stuck in the kernel is left, and said."""
+    try:
+        child.end(0.0)
+    except DeadlineError as error:
+        _log.error("%s", error)
+
+
 def _start(command: Command) -> subprocess.Popen[str]:
     """Returns once the process runs. Raises LiverError, DeadlineError."""
     started: Future[subprocess.Popen[str]] = Future()

@@ -51,8 +51,8 @@ from liver_hpc.cluster.launcher import EXIT_UNHEALTHY, agent_log
 from liver_hpc.cluster.slurm.orphaned import begin_coordinator, end_without_script
 from liver_hpc.cluster.slurm.together import own_agent
 from liver_hpc.config.load import load_run
-from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.host.child import Child, Command
+from liver_hpc.errors import LiverError
+from liver_hpc.host.child import Child, Command, kill_at_last
 from liver_hpc.host.process import quiet_thread
 from liver_hpc.host.version import version_fault
 from liver_hpc.host.warm import WarmProcess
@@ -190,16 +190,13 @@ class Agent:
 
     def _end_all(self) -> None:
         for check in self._checks:
-            try:
-                check.end(0.0)
-            except DeadlineError as error:
-                log.error("%s", error)
+            kill_at_last(check)
         for launch in self._launches.values():
             launch.stop(0)
         for launch in self._launches.values():
             launch.end(self._limits.exit_s)
         if self._warm is not None:
-            self._warm.end(0.0)
+            kill_at_last(self._warm)
         if self._line is not None:
             self._line.close()
 
@@ -344,7 +341,7 @@ class Agent:
         if warm is not None:
             warm.ready = False
             self._selector.unregister(warm.line)
-            warm.end(0.0)
+            kill_at_last(warm)
 
     # ---- what happens meanwhile
 

@@ -16,7 +16,8 @@ from functools import partial
 
 from liver_hpc.clock import Clock, Deadline
 from liver_hpc.config.schema import DeadlineSection
-from liver_hpc.errors import DeadlineError, LiverError, MeetingError
+from liver_hpc.errors import LiverError, MeetingError
+from liver_hpc.host.child import kill_at_last
 from liver_hpc.host.warm import WarmProcess
 from liver_hpc.node.workers import BootError, NodeWorkers, WorkerPlan
 from liver_hpc.protocol.messages import WorkerEnded
@@ -152,10 +153,7 @@ class Launch:
         at most `exit_s`."""
         self._workers.end(exit_s)
         if self._joiner is not None:
-            try:
-                self._joiner.end(0.0)
-            except DeadlineError as error:
-                log.error("%s", error)
+            kill_at_last(self._joiner)
         return self._workers.worst() if self._code is None else self._code
 
     # ---- on its way

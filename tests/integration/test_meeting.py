@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import pytest
@@ -306,6 +307,26 @@ def test_joiners_that_come_together_are_all_met(
     joiners = [start_joiner(mpi_place.directory, f"a{number}") for number in range(3)]
     ids = sorted(worker for joiner in joiners for worker in joiner.result().worker_ids)
     assert ids == list(range(6))
+
+
+def test_a_meeting_counts_whose_mpi_processes_do_not_end(
+    mpi_place: MpiPlace,
+    coordinator: Coordinator,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """All was said; what is stuck in the kernel takes no launch with it, and no queue."""
+    end = MpiProcess.end
+
+    def stuck(process: MpiProcess, limit_s: float) -> NoReturn:
+        end(process, limit_s)
+        raise DeadlineError(f"waited 5 s for killed processes [{process.pid}] to end")
+
+    monkeypatch.setattr(MpiProcess, "end", stuck)
+    for number in range(2):
+        assert mpi_place.join(f"a{number}").worker_ids == (2 * number, 2 * number + 1)
+    mpi_place.rendezvous.close()
+    assert caplog.text.count("waited 5 s for killed processes") >= 3
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

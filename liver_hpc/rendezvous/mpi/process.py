@@ -18,7 +18,7 @@ from pathlib import Path
 
 from liver_hpc.clock import Deadline
 from liver_hpc.errors import DeadlineError, MeetingError
-from liver_hpc.host.child import Child, Command
+from liver_hpc.host.child import Child, Command, kill_at_last
 from liver_hpc.host.process import clean_environment, quiet_thread
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed
 from liver_hpc.rendezvous.mpi.network import MpiNetwork
@@ -98,8 +98,8 @@ class MpiProcess(Child):
             raise deadline.error()
 
     def close(self) -> None:
-        """Kills it if it still lives. Raises DeadlineError when it does not end."""
-        self.end(0.0)
+        """Kills it if it still lives; one that is stuck in the kernel is left, and said."""
+        kill_at_last(self)
         self._line.close()
 
     def _release(self) -> None:
