@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.baseline.job import RestartJob
 from benchmarks.baseline.methods import Method
-from benchmarks.goodput.trace import DAY_S, LIVER_EVENTS_A_DAY, even_trace, poisson_trace
+from benchmarks.goodput.trace import DAY_S, LIVER_EVENTS_A_DAY, even_trace, goodput, poisson_trace
 from benchmarks.harness import BenchmarkResult, Spread, interleaved, parser, reported
 from benchmarks.live_runs import LiveRun
 from benchmarks.models import MODEL_25M, text_data
@@ -24,7 +24,7 @@ from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.report.derive import run_figures
 from liver_hpc.report.store import read_run
-from liver_hpc.report.traces import Cost, goodput
+from liver_hpc.report.traces import Cost
 from liver_hpc.run.records import RunRecords
 
 SMALL, LARGE = Layout(1, 1, 2), Layout(2, 1, 2)

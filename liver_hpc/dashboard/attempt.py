@@ -98,17 +98,12 @@ class LiveAttempt:
         target = self.notes.target or self.notes.request.target
         return tuple(sorted({*self.notes.request.source.rank_map.workers, *target.workers}))
 
-    @property
-    def joiners(self) -> tuple[int, ...]:
-        target, source = self.notes.target or self.notes.request.target, self.notes.request.source
-        return tuple(sorted({*target.workers} - {*source.rank_map.workers}))
-
     def waits_for(self) -> tuple[int, ...]:
         """The workers whose word the present phase still waits for."""
         notes, source = self.notes, self.notes.request.source.rank_map.workers
         target = notes.target.workers if notes.target is not None else ()
         awaited: dict[Phase, tuple[type, tuple[int, ...]]] = {
-            Phase.BOOT: (m.Hello, tuple({*self.joiners} - {*notes.request.here})),
+            Phase.BOOT: (m.Hello, tuple({*self.workers} - {*source, *notes.request.here})),
             Phase.PREPARE: (m.Prepared, self.workers),
             Phase.ARMED: (m.AtBoundary, source),
             Phase.TRANSFER: (m.Vote, self.workers),
@@ -138,9 +133,6 @@ class LiveAttempt:
 
     def _votes_s(self) -> list[float]:
         return [self.notes.heard_s[m.Vote, worker] for worker in self.notes.said(m.Vote)]
-
-    def votes(self) -> int:
-        return len(self.notes.said(m.Vote))
 
     def lanes(self, node_of: Callable[[int], str]) -> list[WorkerPhaseRecord]:
         """What each worker has done and does, as it is recorded in the end; of a joiner that has

@@ -20,6 +20,7 @@ from liver_hpc.dashboard.recorded import lanes, parts
 from liver_hpc.dashboard.standing import NodeLine, Span, Standing
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.ramp import steps_between
+from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.status import HandoffStatus
 from liver_hpc.report.derive import run_figures
 from liver_hpc.report.store import RecordsFold
@@ -229,7 +230,7 @@ class Follower:
                 attempt.lanes(self._standing.node_of), source.workers, target.workers, since
             ),
             "bytes": [attempt.bytes_done, notes.bytes_total],
-            "votes": [attempt.votes(), len(attempt.workers)],
+            "votes": [len(notes.said(m.Vote)), len(attempt.workers)],
             "waits": ids_text(waits_for) if waits_for else "",
         }
 

@@ -139,16 +139,9 @@ def bytes_by_receiver(model: ModelSpec, moves: tuple[Move, ...]) -> dict[int, in
     return dict(sorted(counted.items()))
 
 
-class HandoffBytes(NamedTuple):
-    """moved: between workers. local: copied within them. between_nodes: of those moved."""
-
-    moved: int
-    local: int
-    between_nodes: int
-
-
-def handoff_bytes(model: ModelSpec, source: RankMap, target: RankMap) -> HandoffBytes:
-    """What a whole handoff moves, by its workers' plans."""
+def handoff_bytes(model: ModelSpec, source: RankMap, target: RankMap) -> tuple[int, int, int]:
+    """What a whole handoff moves between workers, what it copies within them, and how much of the
+    former goes to another node, by its workers' plans."""
     on = dict(zip(source.workers, map(source.node_at, source.layout.coordinates()), strict=True))
     moved = local = between = 0
     for worker, to in zip(target.workers, target.layout.coordinates(), strict=True):
@@ -156,4 +149,4 @@ def handoff_bytes(model: ModelSpec, source: RankMap, target: RankMap) -> Handoff
         moved += move_bytes(model, plan.receives)
         between += move_bytes(model, tuple(m for m in plan.receives if on[m.sender] != node))
         local += move_bytes(model, plan.local)
-    return HandoffBytes(moved, local, between)
+    return moved, local, between

@@ -43,7 +43,7 @@ class Epoch:
 
     def show(self) -> None:
         """A sign of life for who cannot reach it: to be called every second. Raises OSError."""
-        os.utime(_path(self.run_directory / EPOCHS, self.number))
+        os.utime(self.run_directory / EPOCHS / str(self.number))
 
 
 def last_sign(run_directory: Path) -> tuple[int, int] | None:
@@ -51,7 +51,7 @@ def last_sign(run_directory: Path) -> tuple[int, int] | None:
     cannot be known now."""
     try:
         newest = newest_epoch(run_directory)
-        with _path(run_directory / EPOCHS, newest).open("rb") as file:  # a stat alone may be old
+        with (run_directory / EPOCHS / str(newest)).open("rb") as file:  # a stat alone may be old
             return newest, os.fstat(file.fileno()).st_mtime_ns
     except OSError:
         return None
@@ -66,7 +66,7 @@ def claim_epoch(run_directory: Path) -> Epoch:
         number = newest_epoch(run_directory) + 1
         while True:
             try:
-                os.close(os.open(_path(directory, number), os.O_CREAT | os.O_EXCL, 0o600))
+                (directory / str(number)).touch(0o600, exist_ok=False)
             except FileExistsError:
                 number += 1
             else:
@@ -80,7 +80,7 @@ def claim_succession(run_directory: Path, attempt: int) -> bool:
     gone: at each attempt one is. Raises LiverError where that cannot be written."""
     path = run_directory / EPOCHS / f"after-{newest_epoch(run_directory)}-{attempt}"
     try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
+        path.touch(0o600, exist_ok=False)
     except FileExistsError:
         return False
     except OSError as error:
@@ -95,7 +95,3 @@ def newest_epoch(run_directory: Path) -> int:
     except FileNotFoundError:
         return 0
     return max((int(name) for name in made if name.isdigit()), default=0)
-
-
-def _path(directory: Path, number: int) -> Path:
-    return directory / str(number)

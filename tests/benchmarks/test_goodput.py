@@ -20,10 +20,10 @@ from benchmarks.goodput.__main__ import (
     lived,
     result,
 )
-from benchmarks.goodput.trace import DAY_S, even_trace, poisson_trace
+from benchmarks.goodput.trace import DAY_S, answers, even_trace, goodput, poisson_trace
 from liver_hpc.cli.check import check_run
 from liver_hpc.errors import LiverError
-from liver_hpc.report.traces import Cost, answers, goodput
+from liver_hpc.report.traces import Cost
 from liver_hpc.run.records import RunRecords
 from tests.unit.layout.models import gpt_recipe
 from tests.unit.report.rows import reconfiguration, step

@@ -170,10 +170,6 @@ class SlurmCommands:
 
     # ---- jobs
 
-    def await_squeue(self) -> None:
-        """Returns once squeue may be asked again."""
-        SQUEUE_PACE.await_turn()
-
     def sbatch(self, options: Sequence[str], script: Path, told: Sequence[str] = ()) -> str:
         """Submits `script`, which is told `told`; the job's id (a het job's leader)."""
         words = sbatch_words(options, script, told)

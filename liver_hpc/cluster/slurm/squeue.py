@@ -93,7 +93,7 @@ class Squeue:
                 self._asks = bool(self._waiting)
                 if not self._waiting:
                     return
-            self.commands.await_squeue()  # meanwhile others may come
+            SQUEUE_PACE.await_turn()  # meanwhile others may come
             with self._lock:
                 question = self._waiting.pop(0)
             jobs = sorted(question.jobs)

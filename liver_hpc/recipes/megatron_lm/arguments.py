@@ -9,12 +9,7 @@ from typing import Any
 from liver_hpc.config.completion import Derived
 from liver_hpc.config.problems import KeyPath
 from liver_hpc.errors import ConfigError
-from liver_hpc.recipes.megatron_lm.judgement import (
-    judged,
-    notes_of_options,
-    refused_words,
-    without_layout,
-)
+from liver_hpc.recipes.megatron_lm.judgement import notes_of_options, refused_words
 from liver_hpc.recipes.megatron_lm.owned import (
     LISTS,
     NUMBERS,
@@ -32,16 +27,6 @@ from liver_hpc.recipes.megatron_lm.owned import (
     weights_of,
 )
 from liver_hpc.recipes.megatron_lm.words import options_of
-
-__all__ = [
-    "agreement",
-    "derived_from",
-    "judged",
-    "notes_of",
-    "schedule_to_load",
-    "scheduled",
-    "without_layout",
-]
 
 
 def derived_from(words: Sequence[str]) -> Mapping[KeyPath, Derived]:

@@ -32,7 +32,8 @@ from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.ramp import batch_of, step_of
 from liver_hpc.recipes.megatron_lm import checkout, pretrain_call, validation
-from liver_hpc.recipes.megatron_lm.arguments import agreement, judged, without_layout
+from liver_hpc.recipes.megatron_lm.arguments import agreement
+from liver_hpc.recipes.megatron_lm.judgement import judged, without_layout
 from liver_hpc.recipes.megatron_lm.options import ScriptOptions
 from liver_hpc.recipes.megatron_lm.owned import ramp_of
 from liver_hpc.recipes.megatron_lm.words import number_of

@@ -127,9 +127,10 @@ def test_parameters_come_from_the_own_node_where_it_has_a_whole_copy() -> None:
         assert senders
         assert {on[sender] for sender in senders} == {on[joiner]}
     elsewhere = RankMap(target.layout, target.workers, (*source.nodes, 2, 2, 3, 3))
-    moved = [handoff_bytes(TIED, source, each) for each in (target, elsewhere)]
-    assert moved[0].moved == moved[1].moved
-    assert moved[0].between_nodes < moved[1].between_nodes
+    near, far = (handoff_bytes(TIED, source, each) for each in (target, elsewhere))
+    (moved, _, between_nodes), (moved_far, _, between_nodes_far) = near, far
+    assert moved == moved_far
+    assert between_nodes < between_nodes_far
 
 
 def test_moving_to_the_same_seats_sends_nothing() -> None:
