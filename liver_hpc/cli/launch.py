@@ -281,9 +281,9 @@ def _kind_of(config: RunConfig, job: OwnJob | None) -> str:
         kind = "slurm" if job is not None and config.cluster.slurm.components else "local"
     if kind == "slurm" and job is not None and job.array_task:
         raise ConfigError(
-            f"cluster slurm: this is task {job.array_task} of a job array (SLURM_ARRAY_JOB_ID is "
-            "set), and what a run asks of Slurm for its job would befall the other tasks, too; "
-            "give each run a job of its own, as by a loop of `liver submit`"
+            f"cluster slurm: this is task {job.array_task} of a job array, and what a "
+            "run asks of Slurm for its job would befall the other tasks, too; give each "
+            "run a job of its own, as by a loop of `liver submit`"
         )
     return kind
 
@@ -340,10 +340,10 @@ class JobSignals:
     which Slurm signals as it preempts the job, and does not signal a batch script."""
 
     def __init__(self, script_lost: bool = False) -> None:
-        self.job = OwnJob.of(os.environ)
+        self._slurm = SlurmSection()
+        self.job = OwnJob.of(os.environ, SlurmCommands(self._slurm.command_s, 0.0).record)
         self._script_lost = script_lost
         self._hosted: HostedCoordinator | None = None
-        self._slurm = SlurmSection()
         self._said: list[int] = []
 
     def listen(self) -> None:

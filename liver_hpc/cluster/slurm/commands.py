@@ -214,16 +214,22 @@ class SlurmCommands:
     def has_lost_its_script(self, job: str, or_silent: bool = False) -> bool | None:
         """Whether a batch job goes on without the node that ran its script, as --no-kill has it;
         or_silent: or that node does not answer. None where it does not run, or has none."""
+        row = self.record(job)
+        if (row.get("JobState"), row.get("BatchFlag")) != ("RUNNING", "1"):
+            return None
+        host = row["BatchHost"]
+        if host not in self.hostnames(row["NodeList"]):
+            return True
+        state = self.node_states([host]).get(host, "") if or_silent else ""
+        return "not_responding" in state or "down" in state
+
+    def record(self, job: str) -> dict[str, str]:
+        """What scontrol shows of this job, not of other tasks of its array; of a job that nobody
+        knows nothing."""
         asked = ["scontrol", "--oneliner", "show", "job", job]
-        for line in self._call(asked, _UNKNOWN_JOB).splitlines():
-            row = dict(re.findall(r"(\w+)=(\S*)", line))
-            if row.get("JobId") == job and (row["JobState"], row["BatchFlag"]) == ("RUNNING", "1"):
-                host = row["BatchHost"]
-                if host not in self.hostnames(row["NodeList"]):
-                    return True
-                state = self.node_states([host]).get(host, "") if or_silent else ""
-                return "not_responding" in state or "down" in state
-        return None
+        lines = self._call(asked, _UNKNOWN_JOB).splitlines()
+        rows = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in lines]
+        return next((row for row in rows if row.get("JobId") == job), {})
 
     def named(self, name: str) -> dict[str, JobInfo]:
         """The jobs of this user with this name that are not over."""

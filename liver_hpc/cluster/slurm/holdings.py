@@ -374,7 +374,8 @@ def own_allocations(
         return nodes_of(job_id) if from_outside else hostnames(listed)
 
     suffixes, sections = [""], config.cluster.slurm.components
-    if "SLURM_HET_SIZE" in environ:
+    # What Slurm told a job from within which this one was submitted may be left.
+    if "SLURM_HET_SIZE" in environ and environ.get("SLURM_JOB_ID_HET_GROUP_0", job_id) == job_id:
         suffixes = [f"_HET_GROUP_{index}" for index in range(int(told("SLURM_HET_SIZE")))]
     if len(suffixes) != len(sections):
         raise ConfigError(

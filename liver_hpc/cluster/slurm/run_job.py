@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -15,7 +15,7 @@ from shutil import which
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands
+from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands, SlurmError
 from liver_hpc.cluster.slurm.replies import JobInfo
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.host.files import write_whole
@@ -26,6 +26,9 @@ from liver_hpc.run.outcome import Outcome
 JOB_FILE = "job.json"
 JOB_POLL_S = 1.0
 
+Ask = Callable[[str], Mapping[str, str]]
+"""The record of a job by its id; empty of one that is not known."""
+
 
 class OwnJob(BaseModel):
     """One start of the job that this process runs in. An id alone is not enough: a new cluster
@@ -33,6 +36,7 @@ class OwnJob(BaseModel):
 
     started: when, as Slurm writes it; empty where it does not. restarts: how often it was queued
     again. array_task: such as "77_4"; the id of one task of an array may be that of all of it.
+    Where Slurm is not asked it is known of that task alone.
     job_name: by it a job that Slurm gives the same id later is told from this one.
     request: what `liver run` was asked: the absolute path of its run file, and the overrides; none
     of another command, or of an earlier release. run_file: the sha256 of what stood in that file.
@@ -50,18 +54,33 @@ class OwnJob(BaseModel):
     run_file: str = ""
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> OwnJob | None:
-        """None outside of a job."""
+    def of(cls, environment: Mapping[str, str], ask: Ask | None = None) -> OwnJob | None:
+        """None outside of a job. `ask`, which may raise SlurmError, is Slurm's record of it.
+
+        A job that was submitted from within another one inherits what Slurm told that one and does
+        not tell every job: its array, and how often it was queued again.
+        """
         job_id = environment.get("SLURM_JOB_ID", "")
         if not job_id:
             return None
         array = environment.get("SLURM_ARRAY_JOB_ID", "")
+        task = environment.get("SLURM_ARRAY_TASK_ID", "")
+        restarts = environment.get("SLURM_RESTART_COUNT") or "0"
+        record: Mapping[str, str] = {}
+        if ask is not None and (array or restarts != "0"):
+            with suppress(SlurmError):
+                record = ask(job_id)
+        if record:
+            array, task = record.get("ArrayJobId", ""), record.get("ArrayTaskId", "")
+            restarts = record.get("Restarts", restarts)
+        elif array != job_id:
+            array = ""
         return cls(
             job_id=job_id,
             cluster=environment.get("SLURM_CLUSTER_NAME", ""),
             started=environment.get("SLURM_JOB_START_TIME", ""),
-            restarts=int(environment.get("SLURM_RESTART_COUNT") or 0),
-            array_task=array and f"{array}_{environment.get('SLURM_ARRAY_TASK_ID', '')}",
+            restarts=int(restarts),
+            array_task=array and f"{array}_{task}",
             job_name=environment.get("SLURM_JOB_NAME", ""),
         )
 
@@ -126,9 +145,9 @@ class OwnJob(BaseModel):
             yield
 
     def _is_start_of(self, noted: OwnJob) -> bool:
-        """A step of the job may be told another name for it."""
-        asked = {"request": self.request, "run_file": self.run_file, "job_name": self.job_name}
-        return self == noted.model_copy(update=asked)
+        """A step of the job may be told another name for it, and Slurm not answer each time."""
+        told = {"request", "run_file", "job_name", "array_task"}
+        return self.model_dump(exclude=told) == noted.model_dump(exclude=told)
 
     @classmethod
     def noted(cls, run_directory: Path) -> OwnJob | None:

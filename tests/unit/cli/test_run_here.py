@@ -174,6 +174,17 @@ def test_of_a_job_array_one_task_alone_is_queued_again(
     assert in_array.read_text().splitlines()[-1] == "scontrol requeue 77_4"
 
 
+@pytest.mark.parametrize("kind", ["local", "slurm"])
+def test_the_job_from_within_which_this_one_was_submitted_is_left_alone(
+    kind: str, started: Callable[..., Here], in_array: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "91")
+    here = started(kind=kind, slurm=SLURM)
+    here.await_coordinator(lambda: Path("runs/run-91"))
+    assert here.end(signal.SIGUSR1)[0] == 0
+    assert in_array.read_text().splitlines()[-1] == "scontrol requeue 91"
+
+
 @pytest.mark.parametrize("kind", ["slurm", "auto"])
 def test_a_run_on_slurm_is_no_task_of_a_job_array(
     kind: str, in_array: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -181,7 +192,7 @@ def test_a_run_on_slurm_is_no_task_of_a_job_array(
     path = write_minimal(tmp_path, cluster={"kind": kind, "slurm": SLURM})
     assert cli.main(["run", "--config", str(path)]) == 2
     said = capsys.readouterr().err
-    assert "task 77_4 of a job array (SLURM_ARRAY_JOB_ID is set)" in said
+    assert "task 77_4 of a job array, and what" in said
     assert "a loop of `liver submit`" in said
     assert not Path("runs").exists()
 

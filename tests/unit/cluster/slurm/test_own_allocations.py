@@ -72,6 +72,11 @@ def test_a_plain_job() -> None:
     assert own == Allocation("main", "5", ("n2", "n3"), 2, partition="stable", own=True)
 
 
+def test_a_plain_job_that_was_submitted_from_within_a_het_job() -> None:
+    plain = own_allocations(PLAIN, config("main"), hostnames, nodes_of)
+    assert own_allocations({**HET, **PLAIN}, config("main"), hostnames, nodes_of) == plain
+
+
 def test_a_step_from_outside_of_the_job_asks_for_its_nodes() -> None:
     """By `srun --jobid=5 --overlap --nodes=1`: as Slurm 22.05 sets it there."""
     environ = {"SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "n2", "SLURM_NNODES": "1"}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from liver_hpc.cluster.slurm.commands import SlurmCommands
+from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands
 from liver_hpc.cluster.slurm.run_job import OwnJob, RunJob
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.entries import JOURNAL_FILE, Event, encode
@@ -104,6 +104,46 @@ def test_a_job_knows_its_request_again(
     assert later.asks_for(tmp_path, "run") == same
     assert later.finds_changed(tmp_path) == (text != "b: 2")
     assert later.made_now(tmp_path) == (not restarts)
+
+
+TASK = {"JobId": "91", "ArrayJobId": "77", "ArrayTaskId": "4", "Restarts": "1"}
+OF_ANOTHER = {
+    "SLURM_JOB_ID": "91",
+    "SLURM_ARRAY_JOB_ID": "77",
+    "SLURM_ARRAY_TASK_ID": "4",
+    "SLURM_RESTART_COUNT": "3",
+}
+
+
+@pytest.mark.parametrize(
+    ("record", "array_task", "restarts"),
+    [({"JobId": "91", "Restarts": "0"}, "", 0), (TASK, "77_4", 1), ({}, "", 3), (None, "", 3)],
+)
+def test_what_another_job_was_told_is_asked_of_slurm(
+    record: dict[str, str] | None, array_task: str, restarts: int
+) -> None:
+    def ask(job_id: str) -> dict[str, str]:
+        if record is None:
+            raise ControllerUnreachable(["scontrol"], 1, "")
+        assert job_id == "91"
+        return record
+
+    found = OwnJob.of(OF_ANOTHER, ask)
+    assert found is not None
+    assert (found.array_task, found.restarts) == (array_task, restarts)
+
+
+def test_the_task_that_has_its_arrays_id_is_known_without_slurm() -> None:
+    found = OwnJob.of({**OF_ANOTHER, "SLURM_JOB_ID": "77"})
+    assert found is not None
+    assert found.array_task == "77_4"
+
+
+def test_a_job_that_slurm_tells_everything_is_not_asked_for() -> None:
+    def ask(job_id: str) -> dict[str, str]:
+        raise AssertionError(job_id)
+
+    assert OwnJob.of({"SLURM_JOB_ID": "91"}, ask) is not None
 
 
 def test_outside_of_a_job_there_is_none() -> None:
