@@ -228,14 +228,14 @@ def _open_run(asked: Asked, job: OwnJob, held: contextlib.ExitStack) -> RunDirec
     keeps other processes of the job from it."""
     job = job.asking(asked.path, asked.overrides, asked.text)
     runs, name = asked.place()
-    held.enter_context(job.alone(*job.request, job.run_file))
+    held.enter_context(job.alone(runs, *job.request, job.run_file))
     made = [run for run in runs_in(runs)[0] if f"-{job.job_id}" in run.path.name]
     made = [run for run in made if job.made(run.path)]
     known = _known_run(made, name, job)
     config = asked.config() if known is None else known.config()
     kind = _kind_of(config, job)
     if kind == "slurm":
-        held.enter_context(job.alone(str(runs)))
+        held.enter_context(job.alone(runs))
     _check_silent([run for run in made if run == known or kind == "slurm"], job)
     if known is None:
         return _new_run(config, kind, job)

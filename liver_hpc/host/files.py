@@ -4,12 +4,14 @@ locks on them."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import pwd
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.errors import ConfigError
@@ -94,6 +96,43 @@ def first_alone(mark: Path, limit_s: float = LOCK_LIMIT_S) -> Iterator[None]:
         yield
         if not mark.exists():
             mark.touch()
+
+
+@contextlib.contextmanager
+def locked_alone(path: Path) -> Iterator[None]:
+    """Holds a lock on `path`, a file of this user alone that is there while it is held, and lies on
+    where its process is killed. The lock ends with its process, however that ends.
+
+    Raises BlockingIOError where another process has it, OSError where it cannot be had.
+    """
+    made = not path.parent.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with _locked(path):
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+    finally:
+        if made:
+            with contextlib.suppress(OSError):  # others have put something there
+                path.parent.rmdir()
+
+
+def _locked(path: Path) -> IO[bytes]:
+    """Opened, and under a lock; whoever had it before may have removed the file meanwhile."""
+    while True:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        with contextlib.ExitStack() as held:
+            stream = held.enter_context(os.fdopen(os.open(path, flags, 0o600), "r+b"))
+            status = os.fstat(stream.fileno())
+            if why := whose(status):
+                raise PermissionError(errno.EPERM, why)
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(status, path.lstat()):
+                    held.pop_all()
+                    return stream
 
 
 def whose(status: os.stat_result) -> str:

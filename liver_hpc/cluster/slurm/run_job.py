@@ -6,7 +6,7 @@ import errno
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -18,13 +18,16 @@ from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands, SlurmError
 from liver_hpc.cluster.slurm.replies import JobInfo
 from liver_hpc.errors import ConfigError, LiverError
-from liver_hpc.host.files import write_whole
+from liver_hpc.host.files import locked_alone, write_whole
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.entries import JOURNAL_FILE, last_end, last_step
 from liver_hpc.run.outcome import Outcome
 
 JOB_FILE = "job.json"
 JOB_POLL_S = 1.0
+
+_TOLD_TO_A_PROCESS = {"request", "run_file", "job_name", "array_task"}
+"""Not of a start: a step of the job may be told another name for it, and Slurm may not answer."""
 
 Ask = Callable[[str], Mapping[str, str]]
 """The record of a job by its id; empty of one that is not known."""
@@ -126,18 +129,15 @@ class OwnJob(BaseModel):
         return noted is not None and noted.run_file not in ("", self.run_file)
 
     @contextmanager
-    def alone(self, *what: str) -> Iterator[None]:
-        """Of what one process of this machine may do at a time in this start of the job, such as to
-        look for its run, which takes a while. The kernel holds a name for as long as the process
-        lives. Raises ConfigError where another one does it."""
-        start = self.model_dump_json(exclude={"request", "run_file"})
+    def alone(self, runs: Path, *what: str) -> Iterator[None]:
+        """Of what one process may do at a time in this start of the job, such as to look for its
+        run in `runs`, which takes a while. Raises ConfigError where another one does it."""
+        start = self.model_dump_json(exclude=_TOLD_TO_A_PROCESS)
         name = sha256("\0".join((start, *what)).encode()).hexdigest()
-        with socket.socket(socket.AF_UNIX) as held:
+        with ExitStack() as held:
             try:
-                held.bind(f"\0liver-{os.geteuid()}-{name}")
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
+                _take_alone(runs, name, held)
+            except BlockingIOError:
                 raise ConfigError(
                     f"another `liver run` of job {self.job_id} is under way: one at a time has a "
                     "run, and one run on Slurm its job's nodes"
@@ -145,9 +145,8 @@ class OwnJob(BaseModel):
             yield
 
     def _is_start_of(self, noted: OwnJob) -> bool:
-        """A step of the job may be told another name for it, and Slurm not answer each time."""
-        told = {"request", "run_file", "job_name", "array_task"}
-        return self.model_dump(exclude=told) == noted.model_dump(exclude=told)
+        of_start = self.model_dump(exclude=_TOLD_TO_A_PROCESS)
+        return of_start == noted.model_dump(exclude=_TOLD_TO_A_PROCESS)
 
     @classmethod
     def noted(cls, run_directory: Path) -> OwnJob | None:
@@ -165,6 +164,26 @@ class OwnJob(BaseModel):
     def note(self, run_directory: Path) -> None:
         """Raises OSError."""
         write_whole(run_directory / JOB_FILE, self.model_dump_json() + "\n", mode=0o600)
+
+
+def _take_alone(runs: Path, name: str, held: ExitStack) -> None:
+    """By a lock, and where no file of ours can be locked in `runs`, as on a full disk, by a name
+    that the kernel holds while the process lives: any user of this machine may take that first.
+
+    Raises BlockingIOError where another process has it, OSError.
+    """
+    try:
+        held.enter_context(locked_alone(runs / f".{name}.lock"))
+    except BlockingIOError:
+        raise
+    except OSError:
+        bound = held.enter_context(socket.socket(socket.AF_UNIX))
+        try:
+            bound.bind(f"\0liver-{os.geteuid()}-{name}")
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise BlockingIOError from error
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,17 @@
-"""Files that are there as a whole or not at all."""
+"""Files that are there as a whole or not at all, and locks."""
 
 from __future__ import annotations
 
 import os
+import signal
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from liver_hpc.host.files import write_whole
+from liver_hpc.host.files import locked_alone, write_whole
 
 
 @pytest.mark.parametrize("data", ["text \N{SNOWMAN}\n", b"\x00bytes"])
@@ -38,3 +41,46 @@ def test_what_cannot_be_written_leaves_what_was_there(
         write_whole(path, "after", sync=True)
     assert path.read_text() == "before"
     assert os.listdir(tmp_path) == ["file"]
+
+
+# ---- locks
+
+HOLD = """
+import pathlib, time
+from liver_hpc.host.files import locked_alone
+with locked_alone(pathlib.Path("made/lock")):
+    print("has it", flush=True)
+    time.sleep(60.0)
+"""
+
+
+def test_one_at_a_time_has_a_lock_and_a_killed_one_has_it_no_more(
+    tmp_path: Path, repository: Path
+) -> None:
+    path = tmp_path / "made/lock"
+    words, environment = [sys.executable, "-c", HOLD], {**os.environ, "PYTHONPATH": str(repository)}
+    holder = subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    with holder:
+        assert holder.stdout.readline() == b"has it\n"
+        with pytest.raises(BlockingIOError), locked_alone(path):
+            pass
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+    with locked_alone(path):
+        pass
+    assert not path.exists()
+
+
+def test_what_was_made_for_a_lock_is_gone_with_it(tmp_path: Path) -> None:
+    with locked_alone(tmp_path / "made/lock"):
+        pass
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_lock_is_no_link_of_somebody(tmp_path: Path) -> None:
+    (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic links"), locked_alone(tmp_path / "lock"):
+        pass
+    assert os.listdir(tmp_path) == ["lock"]

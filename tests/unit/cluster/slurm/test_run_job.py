@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import socket
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +13,7 @@ import pytest
 
 from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands
 from liver_hpc.cluster.slurm.run_job import OwnJob, RunJob
+from liver_hpc.errors import ConfigError
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.entries import JOURNAL_FILE, Event, encode
 from liver_hpc.run.outcome import Outcome, begin_again
@@ -148,6 +152,50 @@ def test_a_job_that_slurm_tells_everything_is_not_asked_for() -> None:
 
 def test_outside_of_a_job_there_is_none() -> None:
     assert OwnJob.of({}) is None
+
+
+# ---- alone
+
+
+def refuses(runs: Path, *what: str) -> bool:
+    try:
+        with job().alone(runs, *what):
+            return False
+    except ConfigError as error:
+        return "another `liver run` of job 77 is under way" in str(error)
+
+
+def test_one_process_does_one_thing_at_a_time(tmp_path: Path) -> None:
+    with job().alone(tmp_path / "runs", "this"):
+        assert refuses(tmp_path / "runs", "this")
+        assert not refuses(tmp_path / "runs", "that")
+        assert not refuses(tmp_path / "other", "this")
+    assert not refuses(tmp_path / "runs", "this")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_a_stranger_holds_keeps_nobody_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What anybody can bind tells nobody anything."""
+
+    def bind(held: socket.socket, name: str) -> None:
+        raise OSError(errno.EADDRINUSE, "Address already in use")
+
+    monkeypatch.setattr(socket, "socket", type("Socket", (socket.socket,), {"bind": bind}))
+    assert not refuses(tmp_path)
+
+
+def test_where_nothing_can_be_locked_a_name_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(stream: object, how: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with job().alone(tmp_path, str(tmp_path)):
+        assert refuses(tmp_path, str(tmp_path))
+    assert not refuses(tmp_path, str(tmp_path))
 
 
 # ---- cancelled
