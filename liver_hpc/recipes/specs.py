@@ -1,7 +1,8 @@
 """The spec of a run's model: derived by another process, kept in the run directory.
 
 Deriving imports torch and megatron, which `submit` and the coordinator never do. The process is a
-child, or where their host has no torch, a task on a node (coordinator/derivation.py).
+child, or where their host has no torch, or the run an image, a task on a node
+(coordinator/derivation.py).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pydantic import BaseModel, ValidationError
 
 from liver_hpc.config.load import dump_run
 from liver_hpc.config.megatron_checkpoint import tracked_step
-from liver_hpc.config.schema import RunConfig
+from liver_hpc.config.schema import AUTO, RunConfig
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.host.child import Child, Command
 from liver_hpc.host.files import write_whole
@@ -33,6 +34,11 @@ from liver_hpc.recipes.base import Recipe, load_recipe
 SPEC_FILE = "spec.json"
 DERIVE_MODULE = "liver_hpc.worker.derive"
 CANNOT_DERIVE = "the spec of its model cannot be derived"
+_IN_IMAGE = f"{CANNOT_DERIVE} here: its libraries are those of cluster.slurm.container"
+_BY_HOST = (
+    "layouts: auto is found by this host's libraries, not by those of cluster.slurm.container; "
+    "layouts that are listed are tried in the image"
+)
 NOT_INSTALLED = "not installed"
 _VERSIONS = ("liver-hpc", "torch", "megatron-core")
 _WORKERS_LIBRARY = re.compile(r"No module named '(torch|megatron|einops|xxhash)\b")
@@ -143,10 +149,18 @@ def versions_of(packages: Iterable[str]) -> dict[str, str]:
 def derive_spec(config: RunConfig) -> ModelSpec:
     """What the run's recipe builds in the run's layouts. Takes some seconds.
 
-    Raises as `asked_of_model`.
+    Raises as `asked_of_model`, and LiverError where the model is built in an image; layouts that
+    are to be found are asked of this host's environment all the same.
     """
+    cluster = config.cluster
+    in_image = cluster.kind == "slurm" and cluster.slurm.container is not None
+    if in_image and config.layouts != AUTO:
+        raise LiverError(f"recipe {config.recipe}: {_IN_IMAGE}")
     options = ["--own-gpus"] if config.cluster.kind == "local" else []
-    return asked_of_model(config, DERIVE_MODULE, CANNOT_DERIVE, Answer[ModelSpec], options)
+    try:
+        return asked_of_model(config, DERIVE_MODULE, CANNOT_DERIVE, Answer[ModelSpec], options)
+    except ConfigError as error:
+        raise ConfigError(*error.args, *([_BY_HOST] if in_image else [])) from error
 
 
 def asked_of_model(

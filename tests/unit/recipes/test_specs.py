@@ -12,8 +12,9 @@ from benchmarks.gpt_spec import gpt_spec
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.layout.tensors import ModelSpec
+from liver_hpc.recipes import specs
 from liver_hpc.recipes.gpt_config import GPTConfig
-from liver_hpc.recipes.specs import CANNOT_DERIVE, Answer, load_run_recipe
+from liver_hpc.recipes.specs import CANNOT_DERIVE, Answer, derive_spec, load_run_recipe
 from tests.unit.config.runs import minimal
 
 OVERLAP = {"steps": 10, "global_batch": 8, "overlap_grad_reduce": True}
@@ -71,3 +72,38 @@ def test_a_derivation_that_left_nothing_says_how_it_failed(tmp_path: Path) -> No
     path.write_text(answer(refused="PlanError: body._extra_state is not moved").model_dump_json())
     with pytest.raises(ConfigError, match=r"PlanError: body\._extra_state is not moved"):
         answer.read(path, minimal(), "")
+
+
+WANTS = "model.script wants the module sentencepiece, which this Python lacks"
+
+
+def in_image(**changed: Any) -> RunConfig:
+    container = {"runtime": "charliecloud", "image": "/images/liver"}
+    slurm = {"components": [{"name": "main", "nodes": 1}], "container": container}
+    return minimal(cluster={"kind": "slurm", "slurm": slurm}, **changed)
+
+
+@pytest.fixture
+def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This host's environment has torch, but not all that the model wants."""
+
+    def refuses(*asked: object) -> NoReturn:
+        raise ConfigError(WANTS)
+
+    monkeypatch.setattr(specs, "asked_of_model", refuses)
+
+
+def test_a_model_that_is_built_in_an_image_is_not_judged_here(lacking: None) -> None:
+    """A LiverError leaves it to the run's nodes."""
+    with pytest.raises(LiverError, match=r"libraries are those of cluster\.slurm\.con") as raised:
+        derive_spec(in_image())
+    assert not isinstance(raised.value, ConfigError)
+    with pytest.raises(ConfigError) as refused:
+        derive_spec(minimal())
+    assert refused.value.args == (WANTS,)
+
+
+def test_who_has_layouts_found_for_an_image_is_told_by_whose_libraries(lacking: None) -> None:
+    with pytest.raises(ConfigError, match="is found by this host's libraries") as refused:
+        derive_spec(in_image(layouts="auto", policy={"memory_bytes": 2**34}))
+    assert refused.value.args[0] == WANTS
