@@ -257,9 +257,9 @@ class SlurmCommands:
                 found.setdefault(name, []).extend(ids)
         return found
 
-    def run_step(self, words: Sequence[str]) -> None:
-        """Runs an srun to its end, which has to be near."""
-        self._call(words)
+    def run_step(self, words: Sequence[str]) -> str:
+        """Runs an srun to its end, which has to be near; what its tasks print."""
+        return self._call(words)
 
     # ---- the cluster
 

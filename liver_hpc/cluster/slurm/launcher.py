@@ -74,6 +74,7 @@ def slurm_launcher(
                 apart="session",
             ),
             lambda nodes: [*srun_words(held, f"{name}-kill", nodes), *kill],
+            lambda nodes: [*srun_words(held, f"{name}-look", nodes), *kill, "--look"],
         )
         return Step(plan, squeue, slurm.unreachable_s)
 

@@ -23,6 +23,11 @@ _UNREACHABLE = re.compile(
 _NOT_CREATED = re.compile(r"^srun: error: Unable to (create step|confirm allocation) for job", re.M)
 _ERROR = re.compile(r"^(?:srun|slurmstepd[^:]*): error: (.+)$", re.M)
 
+_NOTICE = re.compile(r"^srun: .*Received task exit notification .*\(status=0x(\w+)\)", re.M)
+_NAMED_OUT_OF_MEMORY = re.compile(r"^srun: .*: Out Of Memory$", re.M)
+_OUT_OF_MEMORY = 0xFD
+"""SIG_OOM of Slurm, in the place of a signal."""
+
 _EXITED = "Exited with exit code "
 _SIGNALS = {signal.strsignal(number): number for number in signal.valid_signals()}
 
@@ -39,6 +44,13 @@ def task_ends(said: str) -> Iterator[tuple[str, int]]:
             yield nodes, KILLED if number is None else 128 + number
     for nodes in _NODE_LOST.findall(said):
         yield nodes, KILLED
+
+
+def unnamed_ends(said: str) -> int:
+    """How many tasks have ended whom srun does not name: of those of a step that end out of memory,
+    or on a node where the kernel has killed anything of it for that, it names the first alone."""
+    out_of_memory = [how for how in _NOTICE.findall(said) if int(how, 16) & 0xFF == _OUT_OF_MEMORY]
+    return len(out_of_memory) - len(_NAMED_OUT_OF_MEMORY.findall(said))
 
 
 def is_lost(said: str) -> bool:

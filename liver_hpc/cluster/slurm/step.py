@@ -39,13 +39,15 @@ _log = logging.getLogger(__name__)
 class StepPlan:
     """name: the step's, unique in the run. job: under its id squeue lists the step. agents: their
     names, by node. command: the srun's, with a log. killing: the words of an srun that kills the
-    tasks of the step on some of its nodes."""
+    tasks of the step on some of its nodes. looking: of one that prints on which nothing of the step
+    is left."""
 
     name: str
     job: str
     agents: Mapping[str, str]
     command: Command
     killing: Callable[[Sequence[str]], list[str]]
+    looking: Callable[[Sequence[str]], list[str]]
 
 
 class Step:
@@ -64,6 +66,9 @@ class Step:
         self._log_path: Path = plan.command.log
         self._log_start = self._read_to = 0
         self._ends: dict[str, int] = {}  # by node: exit codes that srun has told
+        self._unnamed = 0  # how many have ended of whom nobody knows on which nodes
+        self._look_s = _RETRY_S  # longer with each look that explains nothing
+        self._next_look = Deadline.after(SystemClock(), 0.0, "nobody")
         self._lock = threading.Lock()
         self._child: Child | None = None
         self._adopted = False
@@ -168,6 +173,7 @@ class Step:
                 _log.warning("step %s: does it run? %s", self._plan.name, error)
             pause.wait(_ADOPTED_LOOK_S)
             self._hear()
+            self._find_unnamed()
 
     def _run(self) -> int:
         """srun's exit code; srun is repeated where no controller let it begin."""
@@ -202,6 +208,7 @@ class Step:
                 code = self._child.wait(_LOOK_S)
             except DeadlineError:
                 self._hear()
+                self._find_unnamed()
             else:
                 self._child.end(0.0)
                 return code
@@ -219,9 +226,33 @@ class Step:
             _log.warning("step %s: %s", self._plan.name, error)
             return
         self._read_to += len(whole.encode("latin-1"))
+        self._unnamed += srun_log.unnamed_ends(whole)
+        self._tell_ends()
+
+    def _tell_ends(self) -> None:
         if len(self._ends) < len(self._on):
             for node, code in self._ends.items():
                 self._on[node].has_ended(code)
+
+    def _find_unnamed(self) -> None:
+        """Takes those for ended on whose nodes nothing of the step is left, where srun has heard of
+        ends that it does not tell."""
+        living = sorted({*self._on} - self._ends.keys())
+        if self._unnamed <= 0 or not living or not self._next_look.expired():
+            return
+        try:
+            printed = self._squeue.commands.run_step(self._plan.looking(living))
+        except LiverError as error:
+            _log.warning("step %s: on which nodes is it left? %s", self._plan.name, error)
+            printed = ""
+        gone = {*printed.split()} & {*living}
+        self._next_look = Deadline.after(SystemClock(), self._look_s, "the next look")
+        self._look_s *= 2
+        if 0 < len(gone) <= self._unnamed:  # of more srun is about to tell, or they are to begin
+            self._look_s = _RETRY_S
+            self._unnamed -= len(gone)
+            self._ends |= dict.fromkeys(gone, KILLED)
+            self._tell_ends()
 
     def _job_lasts(self) -> bool:
         """Whether the job is there, or may be."""

@@ -9,6 +9,7 @@ from liver_hpc.cluster.slurm.srun_log import (
     is_lost,
     last_error,
     task_ends,
+    unnamed_ends,
 )
 
 STEP = """\
@@ -56,3 +57,13 @@ def test_why_an_srun_never_began() -> None:
     assert created_no_step(refused)
     assert last_error(STEP + refused).startswith("Unable to create step for job 7")
     assert last_error("srun: error: n2: task 1: Killed\n") == ""
+
+
+def test_of_those_that_end_out_of_memory_one_alone_is_named() -> None:
+    said = "srun: launch/slurm: _task_finish: Received task exit notification for 1 task of "
+    notice = f"{said}StepId=1.0 (status=0x00fd).\n"
+    named = "srun: error: n2: task 1: Out Of Memory\n"
+    assert unnamed_ends(STEP) == 0
+    assert unnamed_ends(notice + named) == 0
+    assert unnamed_ends(notice + named + notice + notice) == 2
+    assert dict(task_ends(notice + named)) == {"n2": KILLED}

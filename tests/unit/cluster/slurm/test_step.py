@@ -1,0 +1,81 @@
+"""A step of agents, by what a stand-in for srun says of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.cluster.launcher import KILLED
+from liver_hpc.cluster.slurm.commands import SlurmCommands
+from liver_hpc.cluster.slurm.squeue import Squeue
+from liver_hpc.cluster.slurm.step import Step, StepPlan
+from liver_hpc.cluster.slurm.together import STEP_VARIABLE
+from liver_hpc.host.child import Command
+
+NOTICE = "srun: Received task exit notification for 1 task of StepId=7.0 (status=0x00fd)."
+OUT_OF_MEMORY = f"{NOTICE}\nsrun: error: n1: task 0: Out Of Memory\n{NOTICE}"
+LIMIT_S = 30.0
+
+
+def played(words: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str]:
+    """Of the step nothing is left on n1 and n2."""
+    shown = ""
+    if words[0] == "look":
+        shown = "".join(f"{node}\n" for node in words[1:] if node in ("n1", "n2"))
+    if words[0] == "squeue":
+        shown = "7.0|liver-a1\n"
+    return subprocess.CompletedProcess(list(words), 0, shown, "")
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Iterator[Callable[[str], Step]]:
+    """Of agents a1, a2 and a3 on n1, n2 and n3: its srun says something, and goes on."""
+    ended = tmp_path / "ended"
+
+    def begin(said: str) -> Step:
+        script = f"echo '{said}'; while ! test -e {ended}; do sleep 0.1; done"
+        command = Command("srun", ["sh", "-c", script], log=tmp_path / "srun.log")
+        agents = {f"n{number}": f"a{number}" for number in (1, 2, 3)}
+        plan = StepPlan(
+            "liver-a1",
+            "7",
+            agents,
+            command,
+            lambda nodes: ["kill", *nodes],
+            lambda nodes: ["look", *nodes],
+        )
+        made = Step(plan, Squeue(SlurmCommands(1.0, 0.0, run=played), 1.0), 5.0)
+        made.start()
+        return made
+
+    yield begin
+    ended.touch()
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_one_that_ends_out_of_memory_as_another_has_is_found(
+    asked: bool, step: Callable[[str], Step]
+) -> None:
+    """srun names the first alone. Asked to end, or not."""
+    agents = step(OUT_OF_MEMORY).agents
+    if asked:
+        agents["a2"].kill()
+    deadline = Deadline.after(SystemClock(), LIMIT_S, "the end of a2")
+    poll_until(lambda: agents["a2"].exit_code is not None, deadline)
+    assert [agents[name].exit_code for name in ("a1", "a2", "a3")] == [KILLED, KILLED, None]
+
+
+def test_a_look_names_the_node_on_which_nothing_of_a_step_is_left(repository: Path) -> None:
+    told = {**os.environ, "PYTHONPATH": str(repository), "SLURMD_NODENAME": "n1"}
+    words = [sys.executable, "-m", "liver_hpc.node.kill_task", f"liver-{os.getpid()}", "--look"]
+    marked = {**os.environ, STEP_VARIABLE: words[-2]}
+    with subprocess.Popen(["sleep", "60"], env=marked) as left:
+        assert subprocess.check_output(words, env=told, text=True) == ""
+        left.kill()
+    assert subprocess.check_output(words, env=told, text=True) == "n1\n"
