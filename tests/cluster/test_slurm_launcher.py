@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,31 @@ def test_one_agent_of_a_step_is_killed_and_the_others_are_adopted(both: DrivenRu
     assert not both.ask("adopt", "b", second), "its end is in the log"
     end(both, "a", 87)
     assert ended(both, "a") == 87
+    both.ask("close")
+
+
+def test_one_whose_end_srun_does_not_tell_is_found(both: DrivenRun) -> None:
+    """As srun says it of the second that ends out of memory, which the test cluster cannot have."""
+    first, second = (event["node"]["name"] for event in both.told("NodeGranted"))
+    both.ask("launch", ["a", first], ["b", second])
+    for name in ("a", "b"):
+        came_up(both, name)
+    both.kill()
+    script = str(both.path / "agent.py")
+    agents = [each for each in processes_with(script) if each.info["cmdline"][1] == script]
+    (agent,) = [each for each in agents if name_of(each) == "b"]
+    for process in (*agent.children(), agent):
+        process.kill()
+    (log,) = (both.path / "logs").glob("srun-*.log")
+    told = f"srun: error: {second}: task 1: Killed"
+    wait_for(lambda: told in log.read_text(), 10.0, "srun's word")
+    said = log.read_text().replace(f"{told}\n", "")
+    log.write_text(re.sub(r"\(status=0x\w+\)", "(status=0x00fd)", said))
+    both.start(adopt=True)
+    assert both.ask("adopt", "b", second), "nobody has told its end"
+    assert both.ask("adopt", "a", first)
+    assert ended(both, "b") == KILLED
+    assert both.ask("alive", "a")
     both.ask("close")
 
 
