@@ -60,13 +60,13 @@ class Refilling:
         rank_map = message.rank_map.rank_map()
         refill = Refill(spec, Layout.parse(message.saved), message.holders, rank_map)
         members = sorted({*rank_map.workers, *message.holders})
-        limit_s = context.config.limits.transfer_s
+        limits = context.config.limits
         with self._meeting() as store:
             self._backend = context.network.open_backend(
                 PrefixStore(f"g{self.generation}/refill", store),
                 members.index(context.worker),
                 len(members),
-                limit_s,
+                limits.prepare_s + limits.transfer_s,  # those with a seat build first
                 f"workers {members}",
                 self._check,
             )
@@ -74,7 +74,7 @@ class Refilling:
         wire = group_wire(self._backend, ranks, device.torch_device)
         transport = self._transport = Transport(wire, spec, context.config.handoff)
         self._check()
-        deadline = Deadline.after(context.clock, limit_s, "the bytes of snapshots")
+        deadline = Deadline.after(context.clock, limits.transfer_s, "the bytes of snapshots")
         state = None if world is None else world.state
         # The digest of all shares speaks for what crosses, but for parameters that are cast.
         cast = not spec.main_is_parameter

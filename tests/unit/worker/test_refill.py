@@ -130,10 +130,12 @@ class Connecting:
 
     def __init__(self) -> None:
         self.begun = threading.Event()
+        self.timeout_s = 0.0
 
     def open_backend(
         self, store: Any, _rank: int, _size: int, timeout_s: float, *_rest: Any
     ) -> Any:
+        self.timeout_s = timeout_s
         self.begun.set()
         store.get("the address of who is gone")
 
@@ -175,6 +177,20 @@ def test_a_halt_ends_a_refill_wherever_it_is(where: str, monkeypatch: pytest.Mon
     thread.join(10)
     assert not thread.is_alive()
     assert isinstance(one.outcome, LiverError)
+
+
+def test_who_only_gives_waits_for_those_that_build_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as the coordinator does."""
+    monkeypatch.setattr(refilling, "Refill", lambda *_: None)
+    network = Connecting()
+    one = Building(network, lambda: None)
+    one.said.set()
+    thread = one.refill_beside(refill_of(0))
+    assert network.begun.wait(10)
+    limits = one._context.config.limits
+    assert network.timeout_s == limits.prepare_s + limits.transfer_s
+    one.halt(m.Halt(generation=GENERATION, reason="the test ends"))
+    thread.join(10)
 
 
 def test_what_frees_one_round_leaves_the_next_one_alone(keeper: Holder) -> None:
