@@ -87,8 +87,11 @@ class Save:
 
     def give_up(self, reason: str) -> Saved:
         """What the coordinator is told, at once. Rank 0 hears of it, too, and does not wait for
-        this part any longer."""
-        quiet_thread(lambda: self._tell_peers(reason), "a checkpoint given up")
+        this part any longer; where this is rank 0, it waits for none."""
+        if self._rank == 0:
+            self.interrupt()
+        else:
+            quiet_thread(lambda: self._tell_peers(reason), "a checkpoint given up")
         return self.failed(reason)
 
     def _tell_peers(self, problem: str) -> None:

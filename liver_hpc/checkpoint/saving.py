@@ -34,6 +34,9 @@ SHORTEST_S, LONGEST_S = 60.0, 3600.0
 """Between checkpoints whose interval is chosen here."""
 _ENDS_S = 10.0
 """How long the copy of a world's state may take once nobody wants it."""
+_LOOKS_S = 0.2
+"""How often who waits for one looks whether it still has to."""
+_LOST = "a worker was lost"
 
 
 def interval_s(took_s: float, cost: float) -> float:
@@ -103,12 +106,18 @@ class Saving:
         return self._kept[:num_bytes]
 
     def _ended(self, limit_s: float) -> bool:
-        """Whether the last one has come to its end, waiting for that; but not again and again."""
-        if self._writing is None:
+        """Whether the last one has come to its end, waiting for that; but not again and again, nor
+        once its world is to be let go."""
+        writing = self._writing
+        if writing is None:
             return True
-        self._writing.join(0.0 if self._waited_in_vain else limit_s)
-        self._waited_in_vain = self._writing.is_alive()
-        return not self._waited_in_vain
+        limit_s = 0.0 if self._waited_in_vain else limit_s
+        deadline = Deadline.after(self._context.clock, limit_s, "the checkpoint before")
+        while writing.is_alive() and not writing.in_vain and not deadline.expired():
+            writing.join(min(_LOOKS_S, deadline.remaining_s()))
+        ended = not writing.is_alive()
+        self._waited_in_vain = not ended and not writing.in_vain
+        return ended
 
     def taken(self) -> None:
         """Returns once the state may change again. Raises DeadlineError."""
@@ -133,9 +142,12 @@ class Saving:
             self._waited_for = None
 
     def interrupt(self) -> None:
-        """Has training wait for no peer's part any more; from any thread."""
+        """Has training wait for nobody's part any more; from any thread."""
         if (made := self._waited_for) is not None:
             made.interrupt()
+        if (writing := self._writing) is not None:
+            writing.in_vain = True
+            writing.give_up(_LOST)
 
     def lets_cross(self, generation: int) -> bool:
         """Whether the handoff to a generation, which is ready, may have the next boundary.
@@ -165,7 +177,8 @@ class Saving:
     def halt(self) -> None:
         """Gives up, as the world is let go; returns once nothing is read of that any more."""
         if self._writing is not None:
-            self._writing.give_up("a worker was lost")
+            self._writing.give_up(_LOST)
+            self._writing.in_vain = False
             self._writing.taken.wait(_ENDS_S)
 
 
@@ -174,6 +187,7 @@ class _Writing(threading.Thread):
 
     taken: the state may change. told: the coordinator knows what has become of it. took_s: how long
     it took to be on the disk; 0 where it is not. late: the device may still copy into its memory.
+    in_vain: nobody is to wait for its end.
     """
 
     def __init__(
@@ -184,6 +198,7 @@ class _Writing(threading.Thread):
         self.told = False
         self.took_s = 0.0
         self.late = False
+        self.in_vain = False
         self._context = context
         self._made = made
         self._state: WorldState | None = world.state.standing()

@@ -562,6 +562,45 @@ def test_training_waits_for_no_peers_part_once_its_world_is_to_be_let_go(
     assert "the store is closed" in saved.error
 
 
+@pytest.mark.parametrize("ends", ["interrupt", "halt"])
+def test_the_first_rank_waits_for_no_part_of_a_checkpoint_that_is_given_up(
+    ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does its training thread, which is to begin the next one."""
+    monkeypatch.setattr("liver_hpc.checkpoint.parts.PartWriter", FirstRank)
+    seat, store = Seat(tmp_path), Silent()
+    seat.context.open_store = lambda: store
+    seat.saving.begin(seat.world, 4)
+    assert store.waits.wait(WAIT_S)
+    waits = threading.Thread(target=seat.saving.begin, args=(seat.world, 5), daemon=True)
+    waits.start()
+    getattr(seat.saving, ends)()
+    waits.join(WAIT_S / 2)
+    assert not waits.is_alive()
+    assert store.closed.is_set()
+    assert seat.told(2)[0].error == "given up: a worker was lost"
+    seat.saving.finish(WAIT_S)
+
+
+def test_training_waits_for_no_disk_once_its_world_is_to_be_let_go(
+    tmp_path: Path, held: Held
+) -> None:
+    """What comes to an end later is waited for in the next world."""
+    seat = Seat(tmp_path)
+    seat.saving.begin(seat.world, 4)
+    assert held.writes.wait(WAIT_S)
+    waits = threading.Thread(target=seat.saving.begin, args=(seat.world, 5), daemon=True)
+    waits.start()
+    seat.saving.interrupt()
+    waits.join(WAIT_S / 2)
+    assert not waits.is_alive()
+    assert [saved.scalars.step for saved in seat.told(2)] == [4, 5]
+    seat.saving.halt()
+    threading.Timer(0.3, held.goes_on.set).start()
+    seat.saving.begin(seat.world, 6)
+    assert [(saved.scalars.step, saved.error) for saved in seat.told(3)[2:]] == [(6, "")]
+
+
 def test_a_save_that_training_would_wait_for_does_not_begin_in_a_world_that_is_to_be_let_go(
     tmp_path: Path,
 ) -> None:
