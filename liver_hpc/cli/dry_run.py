@@ -28,7 +28,7 @@ from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.memory import fullest_worker, handoff_bytes
 from liver_hpc.layout.placement import first_rank_map, place
 from liver_hpc.layout.ramp import stretches
-from liver_hpc.layout.snapshots import largest_snapshot, most_held_bytes
+from liver_hpc.layout.snapshots import largest_snapshot, most_held_bytes, most_wards
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.recipes.base import Recipe
 from liver_hpc.report.wording import bytes_text
@@ -180,11 +180,19 @@ def _snapshots(config: RunConfig, model: ModelSpec) -> list[str]:
         return []
     shares = {layout: largest_snapshot(model, layout) for layout in config.layouts_listed}
     largest = max((size for layout, size in shares.items() if layout.workers > 1), default=0)
+    wards = {layout: _most_wards(config, layout) for layout in shares}
+    held = {layout: (1 + wards[layout]) * share for layout, share in shares.items()}
+    most = max(wards.values())
+    whose = "its ward's" if most < 2 else f"those of up to {most} wards"
     return [
         f"# snapshots: a share is up to {bytes_text(largest)}; a worker holds up to "
-        f"{bytes_text(most_held_bytes(shares))} of host memory:",
-        "#   its own and its ward's, of two boundaries, right after a handoff of three",
+        f"{bytes_text(most_held_bytes(held))} of host memory:",
+        f"#   its own and {whose}, of two boundaries, right after a handoff of three",
     ]
+
+
+def _most_wards(config: RunConfig, layout: Layout) -> int:
+    return most_wards(first_rank_map(layout, range(layout.workers), _nodes(config)))
 
 
 def _bounded_memory(budget: Budget, change: Change, layouts: Sequence[Layout]) -> list[str]:

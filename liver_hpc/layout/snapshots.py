@@ -8,6 +8,7 @@ it. A worker's share is so the smaller the more workers there are.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -26,8 +27,8 @@ from liver_hpc.layout.tensors import (
     TransferPlan,
 )
 
-SNAPSHOTS_HELD = 4
-"""A worker's own and its ward's, of the newest boundary that is complete and of the next one."""
+BOUNDARIES_HELD = 2
+"""Of which a worker has its own share and its wards': the newest complete one and the next one."""
 
 
 def precise(model: ModelSpec) -> str:
@@ -74,13 +75,22 @@ def largest_snapshot(model: ModelSpec, layout: Layout) -> int:
     )
 
 
-def most_held_bytes(shares: Mapping[Layout, int]) -> int:
-    """The most host memory that snapshots take of a worker, of a run in layouts with these largest
-    shares: right after a handoff, that of its own and its ward's of the old world's two newest
-    boundaries, and of the new world's first one; out of a world of one, only its own of one."""
-    largest = max((size for layout, size in shares.items() if layout.workers > 1), default=0)
-    alone = max((size for layout, size in shares.items() if layout.workers == 1), default=0)
-    return max(SNAPSHOTS_HELD * largest, alone if largest else 0) + 2 * largest
+def most_wards(rank_map: RankMap) -> int:
+    """Of how many others a worker holds the second copies; of the one that has most of them."""
+    found = Counter(partner for partner in partners(rank_map) if partner is not None)
+    return max(found.values(), default=0)
+
+
+def most_held_bytes(held: Mapping[Layout, int]) -> int:
+    """The most host memory that snapshots take of a worker, of a run in these layouts. held: what
+    it has of one boundary, its own share and its wards'.
+
+    It is that of the old world's two newest boundaries and of the new world's first one, right
+    after a handoff; out of a world of one, only of one.
+    """
+    largest = max((size for layout, size in held.items() if layout.workers > 1), default=0)
+    alone = max((size for layout, size in held.items() if layout.workers == 1), default=0)
+    return max(BOUNDARIES_HELD * largest, alone if largest else 0) + largest
 
 
 def partners(rank_map: RankMap) -> tuple[int | None, ...]:

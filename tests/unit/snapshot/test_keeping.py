@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from liver_hpc.errors import DeadlineError
 from liver_hpc.layout.coordinates import Layout, RankMap
-from liver_hpc.layout.snapshots import SNAPSHOTS_HELD, largest_snapshot, most_held_bytes
+from liver_hpc.layout.snapshots import BOUNDARIES_HELD, largest_snapshot, most_held_bytes
 from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.protocol.messages import Unprotected
 from liver_hpc.run.salvage import newest
@@ -204,7 +204,7 @@ def test_the_memory_of_the_one_before_is_written_next() -> None:
     for _ in range(5):
         one.train()
         places |= places_of(one.snapshots._complete)
-    assert len(places) == SNAPSHOTS_HELD
+    assert len(places) == 2 * BOUNDARIES_HELD
 
 
 def test_in_the_next_world_there_are_no_more_of_them() -> None:
@@ -217,7 +217,10 @@ def test_in_the_next_world_there_are_no_more_of_them() -> None:
     one.begin()
     taking = one.snapshots._taking
     assert taking is not None
-    assert len(one.snapshots._complete) + len(taking.pending) + len(taking.spare) == SNAPSHOTS_HELD
+    assert (
+        len(one.snapshots._complete) + len(taking.pending) + len(taking.spare)
+        == 2 * BOUNDARIES_HELD
+    )
     assert [each.generation for each in one.snapshots.held()] == [0, 0]
     one.cross()
     one.agree(COMPLETE, COMPLETE)
@@ -285,7 +288,7 @@ def test_a_worlds_last_boundary_is_copied_beside_the_next_ones_first_step(crosse
     pending = bytes_of(one.snapshots._taking.pending)  # type: ignore[union-attr]
     share = largest_snapshot(TIED, PAIR.layout)
     assert held + pending == (3 if crosses else 2) * 2 * share
-    assert most_held_bytes({PAIR.layout: share}) == 3 * 2 * share
+    assert most_held_bytes({PAIR.layout: 2 * share}) == 3 * 2 * share
     one.cross()
     one.agree(one.flag(), COMPLETE)
     assert one.held == [2, 2]
