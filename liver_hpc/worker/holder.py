@@ -259,7 +259,9 @@ class WorldHolder:
             return False
         self._refilling = None
         self._kept = Kept()
-        limit_s = self._limits.boundary_s + self._limits.word_s
+        limits = self._limits
+        filling_s = limits.prepare_s + limits.transfer_s  # it may stay from its beginning
+        limit_s = filling_s + limits.boundary_s + limits.word_s
         self._await_halt(generation, limit_s, f"snapshots in generation {generation}")
         self._snapshots.halt()
         self._tell_held()

@@ -193,6 +193,19 @@ def test_who_only_gives_waits_for_those_that_build_first(monkeypatch: pytest.Mon
     thread.join(10)
 
 
+def test_who_has_no_seat_stays_as_long_as_filling_and_the_first_steps_may_take(
+    keeper: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may give nothing, and stay from the beginning of the filling on."""
+    allowed: list[float] = []
+    monkeypatch.setattr(
+        keeper, "_await_halt", lambda _generation, limit_s, _what: allowed.append(limit_s)
+    )
+    assert keeper.linger(GENERATION)
+    limits = keeper._context.config.limits
+    assert allowed[0] > limits.prepare_s + limits.transfer_s + limits.boundary_s
+
+
 def test_what_frees_one_round_leaves_the_next_one_alone(keeper: Holder) -> None:
     """The thread that frees what waits may come late."""
     thread = keeper.refill_beside(refill_of(0, WORKER))
