@@ -428,9 +428,9 @@ class Refill(_OfWorld, type="refill"):
     world `saved_generation`: to all that have a seat in it, or give a snapshot.
 
     holders: by rank of that world, who gives its snapshot. known: how many steps are known to be
-    done; the first holder tells again of those before the boundary that are not. evaluate: the
-    evaluation that is due at that boundary was not done. Answered with Refilled by all of them,
-    who then wait for Proceed.
+    done; the first holder tells again of those before the boundary that are not. evaluate, save:
+    the evaluation, or the checkpoint, that is due at that boundary was not done. Answered with
+    Refilled by all of them, who then wait for Proceed.
     """
 
     rank_map: WireRankMap
@@ -440,6 +440,7 @@ class Refill(_OfWorld, type="refill"):
     scalars: ScalarState
     known: int
     evaluate: bool = False
+    save: bool = False
 
 
 class Prepare(_OfWorld, type="prepare"):

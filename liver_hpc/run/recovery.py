@@ -217,6 +217,7 @@ class Recoveries:
             scalars=salvage.scalars,
             known=self._handoffs.steps_done,
             evaluate=self._owes_evaluation(salvage.scalars.step),
+            save=self._owes_checkpoint(salvage.scalars.step),
         )
         step, found = salvage.scalars.step, f"{salvage.layout} of generation {salvage.generation}"
         self._out.append(a.Note(f"back to step {step}, from {found}: {now.target}"))
@@ -225,6 +226,10 @@ class Recoveries:
         self._agents.send(sorted({*now.involved, *now.unseated}), refill)
         limits = self._config.limits
         self._wait(limits.prepare_s + limits.transfer_s)
+
+    def _owes_checkpoint(self, step: int) -> bool:
+        every = self._config.checkpoint.every_steps
+        return isinstance(every, int) and step % every == 0 and self._checkpointed < step
 
     def _older_than_disk(self, source: RankMap, step: int) -> str:
         """Why a start from the newest checkpoint trains on sooner than the boundary in memory after

@@ -74,6 +74,7 @@ class WorldHolder:
         self._halting = NO_WORLD  # the newest generation that the coordinator wants let go
         self._told_to_halt = threading.Event()
         self._owes_evaluation = False
+        self._owes_checkpoint = False
         self._done: deque[m.StepDone | m.Evaluated] = deque(maxlen=_REMEMBERED)
         self._step_begins_s = 0.0
 
@@ -182,7 +183,7 @@ class WorldHolder:
         if world is None:
             raise LeftWorld(f"no seat in {rank_map}", generation)
         self.step = message.scalars.step
-        self._owes_evaluation = message.evaluate
+        self._owes_evaluation, self._owes_checkpoint = message.evaluate, message.save
         self._stand(world)
 
     def halt(self, message: m.Halt) -> None:

@@ -142,6 +142,9 @@ class Trainer(WorldHolder):
         if self._owes_evaluation:
             self._owes_evaluation = False
             self._evaluate_if_due()
+        if self._owes_checkpoint:
+            self._owes_checkpoint = False
+            self._save_beside()
         while self.step < self._last:
             world = self._world
             assert world is not None, "train without a world"
@@ -255,9 +258,7 @@ class Trainer(WorldHolder):
         if not self._is_due(range(since + 1 if saved else since, self.step + 1), wanted):
             return
         if self.step < self._last:
-            assert self._world is not None
-            self._saving.begin(self._world, self.step)
-            self._step_begins_s = self._context.clock.now_s()
+            self._save_beside()
         else:
             self._saving.finish(self._limits.boundary_s / 2)
             self._save(self._context.checkpoints)
@@ -269,6 +270,11 @@ class Trainer(WorldHolder):
         if self._last in unsaved:  # whatever the interval: it is what the run was for
             return True
         return wanted if every == "auto" else any(step % every == 0 for step in unsaved)
+
+    def _save_beside(self) -> None:
+        assert self._world is not None
+        self._saving.begin(self._world, self.step)
+        self._step_begins_s = self._context.clock.now_s()
 
     def _save(self, directory: Path) -> None:
         assert self._world is not None

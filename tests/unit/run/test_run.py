@@ -750,6 +750,27 @@ def test_a_lost_worker_costs_a_step_and_the_others_go_on() -> None:
     assert (row.step, row.steps_redone, row.rounds) == (2, 1, 1)
 
 
+@pytest.mark.parametrize(
+    ("every", "written", "owed"),
+    [(2, False, True), (2, True, False), (3, False, False), ("auto", False, False)],
+)
+def test_a_checkpoint_that_is_due_where_it_goes_back_to_is_owed(
+    every: int | str, written: bool, owed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play = that_recovers()
+    config = play.run.config
+    checkpoint = config.checkpoint.model_copy(update={"every_steps": every})
+    config = config.model_copy(update={"checkpoint": checkpoint})
+    monkeypatch.setattr(play.run.recoveries, "_config", config)
+    if written:
+        play.feed(e.CheckpointWritten(2, "/checkpoints/2", 1, 1.0, total_bytes=1))
+    lose(play, 1)
+    play.settle()
+    sent = [each for _, _, done in play.entries for each in of(a.Send, done)]  # type: ignore[attr-defined]
+    (refill,) = [each.message for each in sent if isinstance(each.message, m.Refill)]
+    assert (refill.scalars.step, refill.save) == (2, owed)
+
+
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_node_with_a_short_window_is_left_live_once_there_is_a_snapshot(
     steps: int, monkeypatch: pytest.MonkeyPatch

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from liver_hpc.clock import FakeClock
 from liver_hpc.worker.trainer import Trainer
+from tests.unit.config.runs import minimal
 
 
 def trainer_at_a_boundary() -> tuple[Any, list[object]]:
@@ -18,6 +20,23 @@ def trainer_at_a_boundary() -> tuple[Any, list[object]]:
     trainer._snapshots = SimpleNamespace(begin=lambda *_of, **_how: None)
     trainer._go_back = lambda *went: back.append(went)
     return trainer, back
+
+
+def test_a_checkpoint_that_was_not_made_where_it_goes_on_from_is_begun_first() -> None:
+    trainer, _ = trainer_at_a_boundary()
+    saved: list[tuple[object, int]] = []
+    trainer._owes_evaluation, trainer._owes_checkpoint = False, True
+    trainer._world = world = SimpleNamespace()
+    trainer._last, trainer._limits, trainer._check_halt = 5, minimal().limits, lambda: None
+    trainer._saving = SimpleNamespace(
+        begin=lambda *of: saved.append(of), finish=lambda _limit_s: None
+    )
+    trainer._context = SimpleNamespace(
+        clock=FakeClock(), config=minimal(), send=lambda _message: None, worker=0
+    )
+    trainer.train()
+    trainer.train()
+    assert saved == [(world, 5)]
 
 
 def gathers_in_vain() -> None:
