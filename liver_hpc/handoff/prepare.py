@@ -23,6 +23,7 @@ from liver_hpc.transport.wire import Wire, group_wire
 from liver_hpc.world import hollow, rehearsed
 from liver_hpc.world.context import WorkerContext
 from liver_hpc.world.groups import GroupBook
+from liver_hpc.world.rehearsed import Shapes
 from liver_hpc.world.store import ControlStore
 from liver_hpc.world.take_over import Taken, take_over
 from liver_hpc.world.untouched import Kept
@@ -59,9 +60,7 @@ def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target
     handoff, limits = context.config.handoff, session.limits
     timings_s: dict[str, float] = {}
     worker, device = context.worker, context.device
-    rehearses = not session.is_hollow and rehearsed.wanted(handoff, device.torch_device)
-    if source_world is not None and not source_world.allows_rehearsal_beside:
-        rehearses = False
+    rehearses = _rehearses(session, source_world)
     world, wire, transport = None, None, None
 
     def lap(name: str) -> None:
@@ -133,6 +132,20 @@ def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target
         if session.store is not None:
             session.store.close()
     return Target(world, parts, transport, device, kept_groups, timings_s)
+
+
+def _rehearses(session: Session, source_world: World | None) -> bool:
+    """Whether this worker's seat is to be rehearsed, and may be."""
+    context, target = session.context, session.target
+    handoff, device = context.config.handoff, context.device.torch_device
+    at = target.coordinate_of(context.worker)
+    if at is None or session.is_hollow or not rehearsed.wanted(handoff, device):
+        return False
+    if source_world is not None and not source_world.allows_rehearsal_beside:
+        return False
+    micro_batch = context.config.train.micro_batch
+    seat = Shapes.of_seat(context.recipe.spec, micro_batch, target.layout, at)
+    return handoff.warm_up_again or not rehearsed.known(seat, device)
 
 
 def _check_room(session: Session, rehearses: bool) -> None:

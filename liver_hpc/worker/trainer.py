@@ -365,7 +365,6 @@ class Trainer(WorldHolder):
     def _hand_off(self, session: Session, source: World, ended_s: float) -> None:
         """Crosses to the target world at the agreed boundary, or goes back to this one."""
         assert session.prepared is not None
-        session.crosses = True
         if session.bounded:
             self._save(self._context.checkpoints)  # the way back
         else:
@@ -373,12 +372,13 @@ class Trainer(WorldHolder):
                 source.settle()
                 self._snapshots.begin(source, self.step, leaves=True)
             except FAILURES:
-                if session.aborted is None:
+                abort = self._abort_of_a_peer(session)
+                if abort is None:
                     raise
-                # Which has ended what goes on in groups that the target has, too.
                 log.info("the source's parameters were not gathered", exc_info=True)
-                self._go_back(session, source, session.aborted)
+                self._go_back(session, source, abort)
                 return
+        session.crosses = True  # until here an Abort leaves the source's groups alone
         boundary = m.AtBoundary(
             worker=self._context.worker,
             generation=session.generation,
@@ -394,6 +394,17 @@ class Trainer(WorldHolder):
             self._arrive(session, crossed, source)
             return
         self._go_back(session, source, abort)
+
+    def _abort_of_a_peer(self, session: Session) -> m.Abort | None:
+        """What has ended a collective of the source's here: an Abort that has reached a peer first,
+        which was through it, and has ended the groups that the target has, too."""
+        limit_s = self._limits.control_s if session.shared_groups else 0.0
+        with contextlib.suppress(DeadlineError):
+            poll_until(
+                lambda: session.aborted is not None or session.halted is not None,
+                Deadline.after(self._context.clock, limit_s, "an Abort"),
+            )
+        return session.aborted
 
     def _arrive(self, session: Session, crossed: Crossed, source: World | None) -> None:
         """Makes the committed target world the one that trains, and evaluates where that is due

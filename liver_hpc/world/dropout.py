@@ -18,6 +18,7 @@ import torch
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from torch.overrides import TorchFunctionMode
 
+from liver_hpc.errors import PlanError
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.recipes.local_attention import positions
 from liver_hpc.world import megatron, thread
@@ -84,12 +85,14 @@ def no_dropout(chunks: Iterable[Any]) -> Iterator[None]:
     a training thread uses. Fused attention would draw in its kernels, from the process's generator:
     its modules are told to drop nothing.
 
-    chunks: of the world. On a GPU one without dropout is left as it is: what torch compiles under
-    another mode than that of a step is compiled anew in the first one.
+    chunks: of the world. Raises PlanError for dropout whose rate is not seen in them, as it is not
+    seeded either. On a GPU one without dropout is left as it is: what torch compiles under another
+    mode than that of a step is compiled anew in the first one.
     """
     chunks = [*chunks]
     on_gpu = any(parameter.is_cuda for chunk in chunks for parameter in chunk.parameters())
-    mode = _Nothing() if not on_gpu or any(map(_drops, chunks)) else contextlib.nullcontext()
+    seeded = any(map(_drops, chunks))
+    mode = _Nothing(seeded) if not on_gpu or seeded else contextlib.nullcontext()
     rates = [
         (part, rate)
         for chunk in chunks
@@ -107,9 +110,21 @@ def no_dropout(chunks: Iterable[Any]) -> Iterator[None]:
 
 
 class _Nothing(_Dropping):
-    """Nothing is dropped."""
+    """Nothing is dropped. Raises PlanError for what would be, if it is not seeded."""
+
+    def __init__(self, seeded: bool) -> None:
+        super().__init__()
+        self._seeded = seeded
 
     def drop(self, function: Any, states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        told = dict(zip(("p", "training"), args, strict=False)) | kwargs
+        rate = told.get("p", 0.5)
+        if rate > 0 and told.get("training", True) and not self._seeded:
+            raise PlanError(
+                f"the model drops with a rate of {rate:g} that no module and no configuration "
+                "has: its masks would be others after a handoff; wanted the rate in an attribute "
+                'whose name has "drop" in it, or in hidden_dropout of the TransformerConfig'
+            )
         return states
 
     def __torch_function__(
@@ -199,7 +214,7 @@ class _Seeder:
 def _drops(module: Any) -> bool:
     """Whether its configuration says so, or a module in it has a rate of whatever name, such as the
     `p` of torch's and the `dropout` of its attention."""
-    config = module.config
+    config = getattr(module, "config", None)
     rates = [getattr(config, name, 0) for name in ("hidden_dropout", "attention_dropout")]
     return any(rates) or any(
         isinstance(value, float) and value > 0 and (name == "p" or "drop" in name)

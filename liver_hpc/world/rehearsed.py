@@ -8,13 +8,14 @@ that are forked from it (`worker/warm.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from liver_hpc.config.schema import HandoffSection
 from liver_hpc.layout.coordinates import Coordinate, Layout
+from liver_hpc.layout.ownership import local_shape
+from liver_hpc.layout.tensors import PARAMETER, ModelSpec
 
 _rehearsed: set[Shapes] = set()
 _all_imported = False
@@ -24,32 +25,34 @@ _all_imported = False
 class Shapes:
     """What the kernels of a step depend on.
 
-    model: digest of its spec. tensors: shape and dtype of each that the seat holds. ends: whether
-    the seat is in the first stage, and in the last one. layout: of it, what splits activations or
-    chooses the schedule.
+    model: digest of its spec. tensors: shape of each that the seat holds, and bytes of an element.
+    ends: whether the seat is in the first stage, and in the last one. layout: of it, what splits
+    activations or chooses the schedule.
     """
 
     model: str
     micro_batch: int
     layout: tuple[int | bool, ...]
     ends: tuple[bool, bool]
-    tensors: tuple[tuple[tuple[int, ...], str], ...]
+    tensors: tuple[tuple[tuple[int, ...], int], ...]
 
     @classmethod
-    def of_seat(
-        cls,
-        model: str,
-        micro_batch: int,
-        layout: Layout,
-        at: Coordinate,
-        tensors: Iterable[torch.Tensor],
-    ) -> Shapes:
+    def of_seat(cls, model: ModelSpec, micro_batch: int, layout: Layout, at: Coordinate) -> Shapes:
+        """Of a seat that need not have been built."""
         return cls(
-            model,
+            model.digest,
             micro_batch,
             (layout.tp, layout.cp, layout.ep, layout.sequence_parallel, layout.vpp, layout.pp > 1),
             (at.pp == 0, at.pp == layout.pp - 1),
-            tuple(sorted((tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors)),
+            tuple(
+                sorted(
+                    (
+                        local_shape(model.tensors[index], layout.tp),
+                        model.element_bytes(PARAMETER, index),
+                    )
+                    for index in model.held_tensors(layout, at)
+                )
+            ),
         )
 
 

@@ -176,13 +176,7 @@ class World:
         learn (`world/rehearsed.py`).
         """
         recipe, layout = self.recipe, self.rank_map.layout
-        shapes = Shapes.of_seat(
-            recipe.spec.digest,
-            recipe.config.train.micro_batch,
-            layout,
-            self.at,
-            self.tensors.values(),
-        )
+        shapes = Shapes.of_seat(recipe.spec, recipe.config.train.micro_batch, layout, self.at)
         device = self.device.torch_device
         if again or not rehearsed.known(shapes, device):
             self._rehearse(layout.pp if layout.vpp > 1 else 1)

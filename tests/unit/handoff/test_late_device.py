@@ -22,10 +22,13 @@ from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol import messages as m
 from liver_hpc.transport import wire
 from liver_hpc.worker.trainer import Trainer
+from liver_hpc.world import rehearsed
 from liver_hpc.world.device import Device, Network, Room
 from liver_hpc.world.groups import GroupBook
+from liver_hpc.world.rehearsed import Shapes
 from tests.late_device import LateBackend, LateDevice, LateNetwork, Machines
 from tests.late_worlds import ANSWER_S, LateRun, LateWorld, late_worlds
+from tests.unit.layout.models import TIED
 
 TP = RankMap(Layout(2, 1, 1), (0, 1))
 PP = RankMap(Layout(1, 2, 1), (0, 1))
@@ -568,6 +571,20 @@ def test_a_rehearsal_takes_as_much_as_a_step(run: LateRun) -> None:
     ended = run.hand_off(MOVED)
     assert ended.outcome == "aborted"
     assert "worker 1: its seat in" in ended.detail
+
+
+def test_a_seat_that_is_known_wants_no_room_for_a_rehearsal(
+    run: LateRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = MOVED.coordinate_of(1)
+    assert at is not None
+    seat = Shapes.of_seat(TIED, 1, MOVED.layout, at)
+    monkeypatch.setattr(rehearsed, "_rehearsed", {seat})
+    run.rooms[1] = Room(free_bytes=1 << 30, peak_bytes=1 << 40)
+    run.begin()
+    ended = run.hand_off(MOVED)
+    assert ended.outcome == "completed", ended.detail
+    run.check(MOVED.workers)
 
 
 def test_no_communicator_stays_but_those_that_are_used(run: LateRun) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from liver_hpc.clock import FakeClock
+from liver_hpc.clock import FakeClock, SystemClock
 from liver_hpc.worker.trainer import Trainer
 from tests.unit.config.runs import minimal
 
@@ -39,21 +40,31 @@ def test_a_checkpoint_that_was_not_made_where_it_goes_on_from_is_begun_first() -
     assert saved == [(world, 5)]
 
 
-def gathers_in_vain() -> None:
-    raise RuntimeError("the group was aborted")
-
-
-@pytest.mark.parametrize("aborted", [SimpleNamespace(reason="a joiner is lost"), None])
-def test_an_abort_that_breaks_the_gathering_of_parameters_leads_back(aborted: Any) -> None:
-    """The source's groups that the target has, too, end with the attempt."""
+@pytest.mark.parametrize("comes", ["before", "after it", "never"])
+def test_an_abort_that_breaks_the_gathering_of_parameters_leads_back(comes: str) -> None:
+    """It may have reached a peer first, that was through it: the source's groups that the target
+    has, too, end there."""
     trainer, back = trainer_at_a_boundary()
-    session = SimpleNamespace(prepared=object(), bounded=False, crosses=False, aborted=aborted)
+    trainer._context = SimpleNamespace(clock=SystemClock())
+    trainer._limits = SimpleNamespace(control_s=0.2 if comes == "never" else 20.0)
+    abort = SimpleNamespace(reason="a joiner is lost")
+    session: Any = SimpleNamespace(
+        prepared=object(), bounded=False, crosses=False, shared_groups=True, halted=None
+    )
+    session.aborted = abort if comes == "before" else None
+    later = threading.Timer(0.1, lambda: setattr(session, "aborted", abort))
+
+    def gathers_in_vain() -> None:
+        assert not session.crosses  # else the Abort would have ended what others still gather in
+        if comes == "after it":
+            later.start()
+        raise RuntimeError("the group was aborted")
+
     source = SimpleNamespace(settle=gathers_in_vain)
-    if aborted is None:  # then it is another failure
+    if comes == "never":  # then it is another failure
         with pytest.raises(RuntimeError, match="the group was aborted"):
             trainer._hand_off(session, source, 0.0)
         assert back == []
         return
     trainer._hand_off(session, source, 0.0)
-    assert session.crosses
-    assert back == [(session, source, aborted)]
+    assert back == [(session, source, abort)]

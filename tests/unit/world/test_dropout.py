@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from liver_hpc.errors import PlanError
 from liver_hpc.world import dropout, thread
 from liver_hpc.world.dropout import no_dropout
 
@@ -44,6 +45,16 @@ def test_nothing_is_drawn(attend: Any) -> None:
     assert torch.equal(torch.get_rng_state(), before)
     attend(STATES)
     assert not torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_rate_that_no_module_has_is_refused() -> None:
+    """What drops by it is not seeded, and peers would drop other elements after a handoff."""
+    chunk = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    with no_dropout([chunk]):
+        functional.dropout(STATES, 0.1, training=False)
+        functional.dropout(STATES, 0.0)
+        with pytest.raises(PlanError, match="that no module and no configuration has"):
+            functional.dropout(STATES, 0.1, training=True)
 
 
 def test_what_attends_in_a_kernel_drops_again_afterwards() -> None:

@@ -6,12 +6,11 @@ import torch
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.world import rehearsed
 from liver_hpc.world.rehearsed import Shapes
-
-TENSORS = [torch.zeros(4, 2), torch.zeros(3)]
+from tests.unit.layout.models import TIED
 
 
 def shapes_at(layout: str, at: tuple[int, int, int]) -> Shapes:
-    return Shapes.of_seat("spec", 1, Layout.parse(layout), Coordinate(*at), TENSORS)
+    return Shapes.of_seat(TIED, 1, Layout.parse(layout), Coordinate(*at))
 
 
 @pytest.mark.parametrize(
