@@ -96,6 +96,12 @@ calls.MPI.get_vendor = lambda: ("Open MPI", (4, 1, 6))
 calls.start_mpi()
 """
 
+# mpi4py then asks the loader alone, as it does where Python's prefix is /usr.
+NO_RPATH = """
+import mpi4py._mpiabi
+mpi4py._mpiabi._dlopen_rpath = lambda: [""]
+"""
+
 OWNER = """
 import sys, threading
 from pathlib import Path
@@ -425,10 +431,40 @@ def test_a_rendezvous_whose_mpi_does_not_start_says_where_to_look(
 ) -> None:
     monkeypatch.setenv("FI_PROVIDER", "no-such-provider")
     rendezvous = MpiRendezvous(tmp_path, SECRET, MpiNetwork())
-    with pytest.raises(MeetingError, match=r"the acceptor, process \d+, has ended; see .*\.log"):
+    with pytest.raises(MeetingError, match=r"the acceptor, process \d+, has ended.*; see .*\.log"):
         rendezvous.start(coordinator.answer)
     rendezvous.close()
     assert (tmp_path / "logs" / "rendezvous.log").read_text()
+
+
+def test_they_meet_where_python_finds_no_library_and_the_machine_has_others(
+    tmp_path: Path, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a distribution's Python, beside modules that bring an MPI and a libfabric."""
+    others = tmp_path / "others"
+    others.mkdir()
+    for name in ("libmpi.so", "libmpi.so.12", "libfabric.so.1", "libucp.so.0"):
+        (others / name).touch()
+    (others / "sitecustomize.py").write_text(NO_RPATH)
+    monkeypatch.setenv("PYTHONPATH", str(others))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(others))
+    with opened(place := MpiPlace(tmp_path), coordinator):
+        assert place.join("a0").worker_ids == (0, 1)
+
+
+def test_why_mpi_cannot_be_loaded_is_told_on_both_sides(
+    tmp_path: Path,
+    mpi_place: MpiPlace,
+    coordinator: Coordinator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MPI4PY_LIBMPI", str(tmp_path / "libnone.so"))
+    why = r"process \d+, has ended: MPI cannot be loaded \(.*libnone\.so.*\); pip install"
+    with pytest.raises(MeetingError, match=f"the joiner, {why}"):
+        mpi_place.join("a0")
+    other = MpiRendezvous(tmp_path / "other", SECRET, MpiNetwork())
+    with pytest.raises(MeetingError, match=f"the acceptor, {why}"):
+        other.start(coordinator.answer)
 
 
 def test_a_rendezvous_at_an_address_that_is_not_this_hosts_says_so(

@@ -15,6 +15,8 @@ To connect, it lives for one meeting:
     joiner -> parent       the reception
     joiner -> parent       it is through with MPI
 
+The last word of one that fails is the error, behind FAILED.
+
 It imports little: nobody is to wait for that. It knows no secret and has no deadlines: a call of
 MPI's may hang or abort the process, and the parent ends it. A waiting MPI_Comm_accept burns a whole
 core: so it is only entered when a joiner is about to connect.
@@ -22,6 +24,7 @@ core: so it is only entered when a joiner is about to connect.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -29,6 +32,7 @@ import sys
 from multiprocessing.connection import Connection
 
 from liver_hpc.errors import MeetingError
+from liver_hpc.rendezvous.mpi.pmi import FAILED
 
 
 def main() -> None:
@@ -45,6 +49,8 @@ def main() -> None:
         os._exit(0)
     except MeetingError as error:
         logging.error("%s", error)
+        with contextlib.suppress(OSError):
+            parent.send_bytes(FAILED + str(error).encode())
         os._exit(1)
     os._exit(0)
 

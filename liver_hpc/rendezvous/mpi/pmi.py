@@ -20,6 +20,8 @@ from liver_hpc.errors import MeetingError
 MAX_LINE_BYTES = 4096
 MAX_MESSAGE_BYTES = 64 * 1024
 """Of what an MPI process hears from its parent or from its peer."""
+FAILED = b"\0failed: "
+"""What an MPI process's last word begins with that is its error; nothing else that is said does."""
 
 _REPLIES = {
     "get_maxes": "cmd=maxes rc=0 kvsname_max=256 keylen_max=64 vallen_max=1024",

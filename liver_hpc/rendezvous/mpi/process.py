@@ -6,12 +6,15 @@ else with it, and MPI's port, which asks nobody for a secret, is gone with the p
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib.metadata
 import json
 import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -22,15 +25,22 @@ from liver_hpc.host.child import Child, Command, kill_at_last
 from liver_hpc.host.process import clean_environment, quiet_thread
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed
 from liver_hpc.rendezvous.mpi.network import MpiNetwork
-from liver_hpc.rendezvous.mpi.pmi import MAX_MESSAGE_BYTES, PmiServer, serve, shared_memory_of
+from liver_hpc.rendezvous.mpi.pmi import (
+    FAILED,
+    MAX_MESSAGE_BYTES,
+    PmiServer,
+    serve,
+    shared_memory_of,
+)
 
 _LOOK_S = 0.02
+_LIBRARY = "MPI4PY_LIBMPI"
 
 ENDPOINT = ("-m", "liver_hpc.rendezvous.mpi.endpoint")
 
 
 class MpiEnded(MeetingError):
-    """An MPI process has ended."""
+    """An MPI process has ended; its text has the error that it ended for, where it told one."""
 
 
 class MpiProcess(Child):
@@ -47,7 +57,7 @@ class MpiProcess(Child):
         quiet_thread(lambda: serve(pmi, manager), "pmi")
         with line, managed:
             environment = {
-                **clean_environment(os.environ),
+                **with_library(clean_environment(os.environ)),
                 "PMI_FD": str(managed.fileno()),
                 "PMI_RANK": "0",
                 "PMI_SIZE": "1",
@@ -85,9 +95,12 @@ class MpiProcess(Child):
                 if peer is not None and is_gone(peer):
                     raise ChannelClosed(f"{deadline.waits_for} has ended")
                 deadline.check()
-            return self._line.recv_bytes(MAX_MESSAGE_BYTES)
+            said = self._line.recv_bytes(MAX_MESSAGE_BYTES)
         except (EOFError, OSError) as error:
             raise self._ended() from error
+        if said.startswith(FAILED):
+            raise self._ended(said)
+        return said
 
     def await_peer(self, peer: Channel, deadline: Deadline) -> None:
         """Until that says something, and this process nothing. Raises MpiEnded, DeadlineError."""
@@ -107,8 +120,39 @@ class MpiProcess(Child):
         # It may have been killed before it could take the name away itself.
         self._segment.unlink(missing_ok=True)
 
-    def _ended(self) -> MpiEnded:
-        return MpiEnded(f"{self.name}, process {self.pid}, has ended")
+    def _ended(self, said: bytes = b"") -> MpiEnded:
+        """said: the last that was heard of it; what was not heard yet is heard now."""
+        with contextlib.suppress(EOFError, OSError):
+            while not said.startswith(FAILED) and self._line.poll():
+                said = self._line.recv_bytes(MAX_MESSAGE_BYTES)
+        text = f"{self.name}, process {self.pid}, has ended"
+        if said.startswith(FAILED):
+            why = said.removeprefix(FAILED).decode(errors="replace")
+            text += f": {' '.join(why.split())}"
+        return MpiEnded(text)
+
+
+def with_library(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment`, and by it the MPI library of the wheel mpich with what that needs, wherever
+    pip has put it, before others of this machine. As it is where it names a library, or where
+    there is no such wheel."""
+    found = None if _LIBRARY in environment else wheel_library()
+    if found is None:
+        return {**environment}
+    paths = [f"{found.parent}/mpich", str(found.parent), environment.get("LD_LIBRARY_PATH", "")]
+    searched = ":".join(filter(None, paths))
+    return {**environment, _LIBRARY: str(found), "LD_LIBRARY_PATH": searched}
+
+
+@functools.cache
+def wheel_library() -> Path | None:
+    """libmpi.so.12 of the wheel mpich; None where the environment has no such file of pip's."""
+    try:
+        files = importlib.metadata.files("mpich") or ()
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    paths = (Path(str(file.locate())).resolve() for file in files if file.name == "libmpi.so.12")
+    return next((path for path in paths if path.is_file()), None)
 
 
 def is_gone(peer: Channel, limit_s: float = 0.0) -> bool:

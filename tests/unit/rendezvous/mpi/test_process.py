@@ -1,0 +1,50 @@
+"""Which MPI library the environment of an MPI process names."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from liver_hpc.rendezvous.mpi import process
+from liver_hpc.rendezvous.mpi.process import wheel_library, with_library
+
+
+def test_it_is_that_of_the_wheel_with_what_it_needs_before_the_machines() -> None:
+    library = Path(sysconfig.get_path("data")).resolve() / "lib" / "libmpi.so.12"
+    searched = f"{library.parent}/mpich:{library.parent}"
+    assert with_library({"HOME": "/root"}) == {
+        "HOME": "/root",
+        "MPI4PY_LIBMPI": str(library),
+        "LD_LIBRARY_PATH": searched,
+    }
+    assert with_library({"LD_LIBRARY_PATH": "/opt/efa/lib"})["LD_LIBRARY_PATH"] == (
+        f"{searched}:/opt/efa/lib"
+    )
+
+
+def test_one_that_is_named_stays() -> None:
+    given = {"MPI4PY_LIBMPI": "/opt/mpich/libmpi.so", "LD_LIBRARY_PATH": "/opt/mpich"}
+    assert with_library(given) == given
+
+
+def test_without_the_wheel_mpi4py_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An mpich of conda's is none of pip's; and a wheel's list may be gone, or name what is not
+    there."""
+    with monkeypatch.context() as patched:
+        patched.setattr(importlib.metadata, "files", lambda name: None)
+        assert wheel_library.__wrapped__() is None
+        gone = importlib.metadata.PackagePath("../../lib/libmpi.so.12")
+        gone.dist = importlib.metadata.distribution("pytest")
+        patched.setattr(importlib.metadata, "files", lambda name: [gone])
+        assert wheel_library.__wrapped__() is None
+    monkeypatch.setattr(importlib.metadata, "files", _not_there)
+    assert wheel_library.__wrapped__() is None
+    monkeypatch.setattr(process, "wheel_library", lambda: None)
+    assert with_library({"PATH": "/bin"}) == {"PATH": "/bin"}
+
+
+def _not_there(name: str) -> None:
+    raise importlib.metadata.PackageNotFoundError(name)
