@@ -429,7 +429,7 @@ def test_an_idle_rendezvous_uses_no_processor_time(mpi_place: MpiPlace) -> None:
 def test_a_rendezvous_whose_mpi_does_not_start_says_where_to_look(
     tmp_path: Path, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FI_PROVIDER", "no-such-provider")
+    monkeypatch.setenv("MPI4PY_LIBMPI", "/no-such-library")
     rendezvous = MpiRendezvous(tmp_path, SECRET, MpiNetwork())
     with pytest.raises(MeetingError, match=r"the acceptor, process \d+, has ended.*; see .*\.log"):
         rendezvous.start(coordinator.answer)
@@ -479,7 +479,7 @@ def test_a_rendezvous_at_an_address_that_is_not_this_hosts_says_so(
 def test_a_rendezvous_whose_acceptors_do_not_open_any_more_is_broken(
     mpi_place: MpiPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FI_PROVIDER", "no-such-provider")
+    monkeypatch.setenv("MPI4PY_LIBMPI", "/no-such-library")
     acceptor = acceptor_pid(mpi_place.rendezvous)
     assert acceptor is not None
     os.kill(acceptor, signal.SIGKILL)
@@ -501,7 +501,7 @@ def test_a_rendezvous_whose_acceptors_do_not_open_any_more_is_broken(
         connect((place.network.host, place.port), SECRET, 5.0, "the rendezvous").receive(20.0)
     with pytest.raises(MeetingError, match=broken):  # it was one attempt
         mpi_place.rendezvous.check()
-    monkeypatch.delenv("FI_PROVIDER")
+    monkeypatch.delenv("MPI4PY_LIBMPI")
     mpi_place.rendezvous._broken_until = replace(until, at_s=0.0)
     assert mpi_place.join("a0").worker_ids == (0, 1)
     mpi_place.rendezvous.check()

@@ -12,7 +12,8 @@ from liver_hpc.errors import MeetingError
 from liver_hpc.host.interfaces import interface_towards, is_loopback
 
 _NETMOD = "MPIR_CVAR_CH4_NETMOD"
-_INTERFACES = ("FI_TCP_IFACE", "UCX_NET_DEVICES")
+_OFI_INTERFACE = "FI_TCP_IFACE"
+_UCX_INTERFACE = "UCX_NET_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -27,16 +28,19 @@ class MpiNetwork:
     def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
         """What tells MPICH, libfabric and UCX: the run file before the environment before all else.
 
-        With ofi, MPI then listens on that interface alone.
+        With ofi, MPI then listens on that interface alone. What other libraries are told, too, as
+        FI_PROVIDER for NCCL's plugin, is not taken from the environment.
         """
         # ofi reports a dead peer where ucx crashes; tcp is there on every machine, and fast enough.
         chosen = {_NETMOD: "ofi", "FI_PROVIDER": "tcp", "UCX_TLS": "tcp,self"}
+        chosen[_UCX_INTERFACE] = "all"
         # UCX crashes over the loopback interface when it is told to use it alone.
-        names = _INTERFACES[:1] if is_loopback(self.host) else _INTERFACES
+        on_loopback = is_loopback(self.host)
+        names = (_OFI_INTERFACE,) if on_loopback else (_OFI_INTERFACE, _UCX_INTERFACE)
         found = interface_towards(self.host)
         if found is not None:
             chosen |= dict.fromkeys(names, found)
-        known = (*chosen, *_INTERFACES)
+        known = (_NETMOD, _OFI_INTERFACE)
         chosen |= {name: environment[name] for name in known if name in environment}
         if self.interface is not None:
             chosen |= dict.fromkeys(names, self.interface)

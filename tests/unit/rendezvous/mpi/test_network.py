@@ -29,8 +29,16 @@ def test_by_default_ofi_over_tcp_on_the_way_to_the_rendezvous() -> None:
 
 
 def test_the_environment_beats_detection() -> None:
-    given = {"MPIR_CVAR_CH4_NETMOD": "ucx", "FI_TCP_IFACE": "ib1", "UCX_NET_DEVICES": "mlx5_0:1"}
+    given = {"MPIR_CVAR_CH4_NETMOD": "ucx", "FI_TCP_IFACE": "ib1"}
     assert MpiNetwork(FAR).variables(given).items() >= given.items()
+
+
+@pytest.mark.parametrize("host", [FAR, "127.0.0.1"])
+def test_what_other_libraries_are_told_is_not_for_the_meeting(host: str) -> None:
+    others = {"FI_PROVIDER": "efa", "UCX_TLS": "rc", "UCX_NET_DEVICES": "mlx5_0:1"}
+    told = MpiNetwork(host).variables(others)
+    assert told == MpiNetwork(host).variables({})
+    assert told.keys() >= others.keys(), "else it would stay in the environment"
 
 
 def test_the_run_file_beats_the_environment() -> None:
@@ -41,7 +49,7 @@ def test_the_run_file_beats_the_environment() -> None:
 
 
 def test_ucx_is_not_confined_to_loopback() -> None:
-    assert "UCX_NET_DEVICES" not in MpiNetwork().variables({})
+    assert MpiNetwork().variables({})["UCX_NET_DEVICES"] == "all"
 
 
 def test_no_interface_is_named_where_none_leads_there(monkeypatch: pytest.MonkeyPatch) -> None:
