@@ -133,7 +133,8 @@ def _agent_line(config: RunConfig, run: Path) -> str:
     part, step = config.cluster.slurm.components[0], step_words(config, run)
     held = Allocation(part.name, JOB, (), 0, gpus_per_node=part.gpus_per_node)
     words = [*srun_words(held, AGENT, [NODE]), *step.options, *step.python, AGENT_MODULE]
-    return f"{shlex.join(words)} ..."
+    told = (f"{name}={shlex.quote(value)}" for name, value in step.environment.items())
+    return " ".join([*told, shlex.join(words), "..."])
 
 
 def _file(path: Path, text: str) -> list[str]:

@@ -30,7 +30,7 @@ from liver_hpc.doctor.checks import Check, Level, Order, Result, failed, passed,
 from liver_hpc.doctor.probe import ANSWER, ASKERS_TOKEN, Said, versions
 from liver_hpc.errors import ConfigError, DeadlineError, LiverError
 from liver_hpc.host.child import Child, Command
-from liver_hpc.host.process import quiet_thread
+from liver_hpc.host.process import clean_environment, quiet_thread
 from liver_hpc.recipes.specs import NOT_INSTALLED
 from liver_hpc.run.secret import create_secret
 
@@ -56,13 +56,19 @@ class Nodes:
     """`count` nodes with a probe on each, behind one process here that reads requests and prints
     answers.
 
-    words: its command. When this process ends, it gets SIGTERM and the end of its input.
-    directory: the doctor's own, in the runs directory. versions: of this host, those that the
-    nodes must have too. names: the nodes', once they have greeted.
+    words: its command, which is `told` more in its environment. When this process ends, it gets
+    SIGTERM and the end of its input. directory: the doctor's own, in the runs directory.
+    versions: of this host, those that the nodes must have too. names: the nodes', once they have
+    greeted.
     """
 
     def __init__(
-        self, words: Sequence[str], count: int, directory: Path, versions: Mapping[str, str]
+        self,
+        words: Sequence[str],
+        count: int,
+        directory: Path,
+        versions: Mapping[str, str],
+        told: Mapping[str, str] | None = None,
     ) -> None:
         self.directory = directory
         self.versions = versions
@@ -76,6 +82,7 @@ class Nodes:
                 "the doctor's step",
                 words,
                 orphan_signal=signal.SIGTERM,
+                environment={**clean_environment(os.environ), **(told or {})},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -174,7 +181,7 @@ def nodes_of(order: Order) -> Iterator[tuple[Nodes, str]]:
         words = [*_srun(order, count, name, around), *step.options, *step.python]
         words += ["liver_hpc.doctor.probe", str(directory), order.config.network.model_dump_json()]
         words = _behind_setup(order.slurm.setup, words, directory)
-        nodes = Nodes(words, count, directory, _versions_wanted(order))
+        nodes = Nodes(words, count, directory, _versions_wanted(order), step.environment)
         try:
             greetings = _greetings(nodes, order, name)
             nodes.names = sorted(greetings)

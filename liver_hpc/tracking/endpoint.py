@@ -10,6 +10,7 @@ import hmac
 import logging
 import queue
 import socket
+import threading
 import time
 from collections.abc import Callable
 from http import HTTPStatus
@@ -24,6 +25,7 @@ LIMIT_S = 5.0
 MOST_BYTES = 8192
 THREADS = 4
 WAITING = 16
+AGAIN_S = 0.1
 _END = b"\r\n\r\n"
 
 
@@ -38,6 +40,7 @@ class Endpoint:
         self._page = page
         self._content_type = content_type
         self._came: queue.Queue[socket.socket | None] = queue.Queue(WAITING)
+        self._closing = threading.Event()
         try:
             self._listener = socket.create_server(address, backlog=WAITING)
         except OSError as error:
@@ -50,17 +53,21 @@ class Endpoint:
 
     def close(self) -> None:
         """Nobody is answered any more once it returns."""
+        self._closing.set()
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for thread in self._threads:
             thread.join(2 * LIMIT_S)
 
     def _accept(self) -> None:
-        while True:
+        while not self._closing.is_set():
             try:
                 came, _ = self._listener.accept()
-            except OSError:
-                break
+            except OSError as error:  # out of descriptors, or closing
+                if not self._closing.is_set():
+                    log.warning("who asks for metrics is not heard: %s", error.strerror)
+                    self._closing.wait(AGAIN_S)
+                continue
             try:
                 self._came.put_nowait(came)
             except queue.Full:

@@ -8,7 +8,7 @@ allocation does.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,34 +18,38 @@ from liver_hpc.config.schema import ContainerSection, RunConfig
 
 class StepWords(NamedTuple):
     """options: srun's, behind those that every step has. python: what starts Python, to which a
-    module is added."""
+    module is added. environment: what srun is told there, as others see command lines, which Slurm
+    keeps, too."""
 
     options: tuple[str, ...]
     python: tuple[str, ...]
+    environment: Mapping[str, str]
 
 
 def step_words(config: RunConfig, run_directory: Path) -> StepWords:
     """Those of the steps of a run's agents. `run_directory` has the run's secret in it."""
     slurm = config.cluster.slurm
-    options = tuple(option_words(slurm.step_options))
+    given = dict(slurm.step_options)
+    told = {"SRUN_EXPORT_ENV": str(given.pop("export"))} if "export" in given else {}
+    options = tuple(option_words(given))
     container = slurm.container
     if container is None:
-        return StepWords(options, (*python_words(config.cluster), "-m"))
+        return StepWords(options, (*python_words(config.cluster), "-m"), told)
     mounts = _mounts(container, config, run_directory)
     python = (*shlex.split(container.python), "-P", "-m")
     image, further = container.image, container.options
     match container.runtime:
         case "pyxis":
             mounted = f"--container-mounts={','.join(mounts)}"
-            return StepWords((*options, f"--container-image={image}", mounted, *further), python)
+            options = (*options, f"--container-image={image}", mounted, *further)
+            return StepWords(options, python, told)
         case "apptainer":
             binds = [f"--bind={mount}" for mount in mounts]
-            return StepWords(
-                options, ("apptainer", "exec", "--nv", *binds, *further, image, *python)
-            )
+            python = ("apptainer", "exec", "--nv", *binds, *further, image, *python)
+            return StepWords(options, python, told)
         case "charliecloud":
             binds = [f"--bind={mount}" for mount in mounts]
-            return StepWords(options, ("ch-run", *binds, *further, image, "--", *python))
+            return StepWords(options, ("ch-run", *binds, *further, image, "--", *python), told)
 
 
 def _mounts(container: ContainerSection, config: RunConfig, run_directory: Path) -> list[str]:

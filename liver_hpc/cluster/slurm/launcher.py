@@ -49,7 +49,7 @@ def slurm_launcher(
     its own, goes to logs/srun-NAME.log of the run directory, with the name of the first agent.
     """
     slurm, directory = config.cluster.slurm, run_directory.absolute()
-    step_options, python = step_words(config, directory)
+    step_options, python, exported = step_words(config, directory)
 
     def task_words(layout: Layout, together: Path) -> list[str]:
         if task:
@@ -69,7 +69,7 @@ def slurm_launcher(
                 f"srun of step {name}",
                 [*srun_words(held, name, [*agents]), *step_options, *words],
                 orphan_signal=None,  # agents end it, if no other coordinator takes over
-                environment={**clean_environment(os.environ), STEP_VARIABLE: name},
+                environment={**clean_environment(os.environ), **exported, STEP_VARIABLE: name},
                 log=directory / "logs" / f"srun-{name.removeprefix(_PREFIX)}.log",
                 apart="session",
             ),

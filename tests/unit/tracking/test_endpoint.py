@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
 
 import pytest
 
@@ -37,6 +40,22 @@ def told(one: Endpoint, said: bytes) -> bytes:
 
 def asked(one: Endpoint, first: str, *fields: str) -> str:
     return told(one, "\r\n".join([first, *fields, "", ""]).encode()).decode()
+
+
+def test_who_comes_while_there_are_no_descriptors_is_served_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    accept, errors = socket.socket.accept, [OSError(errno.EMFILE, "Too many open files")]
+
+    def falters(listener: socket.socket) -> Any:
+        if errors:
+            raise errors.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", falters)
+    with closing(Endpoint(("127.0.0.1", 0), TOKEN, lambda: b"steps 3\n", "text/plain")) as one:
+        assert asked(one, "GET /metrics HTTP/1.1", GOOD).endswith("steps 3\n")
+    assert "is not heard: Too many open files" in caplog.text
 
 
 def test_who_has_the_token_gets_the_page(served: Endpoint) -> None:

@@ -64,6 +64,18 @@ def test_without_one_the_nodes_own_python_is_started() -> None:
     assert step.python == (*python_words(config.cluster), "-m")
 
 
+@pytest.mark.parametrize("container", [None, {"runtime": "pyxis", **CONTAINERS["pyxis"]}])
+def test_what_is_exported_to_agents_stands_on_no_command_line(
+    container: dict[str, Any] | None,
+) -> None:
+    slurm = {"container": container, "step_options": {"export": "ALL,KEY=hunter2", "exact": True}}
+    config = minimal(cluster={"kind": "slurm", "slurm": slurm})
+    step = step_words(config, RUN)
+    assert step.options[0] == "--exact"
+    assert "hunter2" not in " ".join([*step.options, *step.python])
+    assert step.environment == {"SRUN_EXPORT_ENV": "ALL,KEY=hunter2"}
+
+
 def test_the_coordinator_and_the_keeper_of_burst_nodes_stay_on_the_host() -> None:
     slurm = {"components": [{"name": "main"}], "burst": {"partition": "p", "max_nodes": 1}}
     cluster = {"kind": "slurm", "slurm": slurm}

@@ -30,10 +30,17 @@ def no_steps(words: Sequence[str], limit_s: float) -> Answer:
 def test_it_is_a_step_of_the_nodes_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     programs = tmp_path / "programs"
     programs.mkdir()
-    (programs / "srun").write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" > {tmp_path}/words\nexit 7\n")
+    lines = [
+        "#!/bin/sh",
+        f"printf '%s\\n' \"$@\" > {tmp_path}/words",
+        f"printf '%s' \"$SRUN_EXPORT_ENV\" > {tmp_path}/exported",
+        "exit 7",
+    ]
+    (programs / "srun").write_text("\n".join(lines))
     (programs / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
-    cluster = {"kind": "slurm", "slurm": {"python": "/opt/image run python3"}}
+    slurm = {"python": "/opt/image run python3", "step_options": {"export": "ALL,KEY=hunter2"}}
+    cluster = {"kind": "slurm", "slurm": slurm}
     task = ["liver_hpc.worker.derive", "run.yaml", "derived.json"]
     squeue = Squeue(SlurmCommands(5.0, 0.0, run=no_steps), 5.0)
     launcher = slurm_launcher(tmp_path, minimal(cluster=cluster), squeue, lambda _: HELD, task=task)
@@ -42,6 +49,7 @@ def test_it_is_a_step_of_the_nodes_python(tmp_path: Path, monkeypatch: pytest.Mo
     poll_until(lambda: not launcher.alive("derivation"), deadline)
     launcher.close()
     words = (tmp_path / "words").read_text().splitlines()
+    assert (tmp_path / "exported").read_text() == "ALL,KEY=hunter2"
     step = srun_words(HELD, "liver-derivation", ["n1"])[1:]
     assert words == [*step, "/opt/image", "run", "python3", "-P", "-m", *task]
     assert launcher.exit_code("derivation") == 7
