@@ -1,15 +1,19 @@
 """Which interfaces and adapters a node uses, from the run file, the environment, and what it has.
 
-What the run file says beats the environment; the environment beats detection. Nodes differ, so
-that all of this is asked on each node, when its process starts.
+What the run file says beats the environment, and NCCL's files; these beat detection. Nodes differ,
+so that all of this is asked on each node, when its process starts.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+import pwd
 import re
 import socket
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from liver_hpc.config.schema import NetworkSection
@@ -30,8 +34,11 @@ NCCL_LOG = "NCCL_DEBUG_FILE"
 NCCL_TELLS = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH"}
 """With these NCCL writes down which transport it chose, and over which links."""
 
+_NCCL_CONF = Path("/etc/nccl.conf")
 _INFINIBAND = Path("/sys/class/infiniband")
 _ACTIVE = "4: ACTIVE"
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,8 @@ class NodeFacts:
     """What a node has.
 
     interfaces: those that are up, with their IPv4 address. host_interface: the one whose address
-    the node's name resolves to. route_interface: that of the default route.
+    the node's name resolves to. route_interface: that of the default route. nccl_files: variables
+    that a file sets which NCCL reads, and which.
     """
 
     host: str
@@ -59,6 +67,7 @@ class NodeFacts:
     host_interface: str | None = None
     route_interface: str | None = None
     hca_ports: tuple[HcaPort, ...] = ()
+    nccl_files: dict[str, Path] = field(default_factory=dict)
 
 
 def node_facts() -> NodeFacts:
@@ -71,6 +80,7 @@ def node_facts() -> NodeFacts:
         host_interface=next(filter(None, holders), None),
         route_interface=interface_towards(SOMEWHERE),
         hca_ports=tuple(active_hca_ports()),
+        nccl_files=set_by_files(nccl_files(os.environ)),
     )
 
 
@@ -85,6 +95,30 @@ def active_hca_ports(directory: Path = _INFINIBAND) -> Iterator[HcaPort]:
         except OSError:  # an adapter that is being taken away
             continue
         yield HcaPort(port.parent.parent.name, int(port.name), layer)
+
+
+def nccl_files(environment: Mapping[str, str]) -> list[Path]:
+    """What NCCL reads where the environment says nothing, the first before the second."""
+    files = [_NCCL_CONF]
+    if given := environment.get("NCCL_CONF_FILE"):
+        files.insert(0, Path(given))
+    else:
+        with contextlib.suppress(KeyError):  # a user without an entry
+            files.insert(0, Path(pwd.getpwuid(os.getuid()).pw_dir) / ".nccl.conf")
+    return files
+
+
+def set_by_files(files: Sequence[Path]) -> dict[str, Path]:
+    """The variables that such files set, each with the file that counts; what cannot be read sets
+    none."""
+    found: dict[str, Path] = {}
+    for file in files:
+        with contextlib.suppress(OSError):
+            for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+                name, equals, _ = line.partition("=")
+                if equals and not name.startswith("#"):
+                    found.setdefault(name, file)
+    return found
 
 
 def control_interface(network: NetworkSection, kind: str, facts: NodeFacts) -> str | None:
@@ -116,7 +150,8 @@ def control_address(network: NetworkSection, kind: str) -> str:
 def worker_network_environment(
     network: NetworkSection, kind: str, facts: NodeFacts, environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """Variables to be set, over what the environment holds, before torch opens any connection.
+    """Variables to be set, over what the environment holds, before torch opens any connection. They
+    beat NCCL's files.
 
     Raises ConfigError when the run file names an interface or adapter that the node lacks.
     """
@@ -139,7 +174,10 @@ def worker_network_environment(
     if network.ib_hca is not None:
         _require_hca(network.ib_hca, facts)
         told[NCCL_HCA] = network.ib_hca
-    return {name: value for name, value in found.items() if name not in environment} | told
+    found = {name: value for name, value in found.items() if name not in environment}
+    for name in (found.keys() & facts.nccl_files.keys()) - told.keys():
+        _log.info("%s is that of %s", name, facts.nccl_files[name])
+    return {name: value for name, value in found.items() if name not in facts.nccl_files} | told
 
 
 def nccl_log_path(

@@ -13,7 +13,9 @@ from liver_hpc.cluster.network import (
     NodeFacts,
     active_hca_ports,
     control_interface,
+    nccl_files,
     nccl_log_path,
+    set_by_files,
     worker_network_environment,
 )
 from liver_hpc.config.schema import NetworkSection
@@ -133,6 +135,30 @@ def test_further_variables_of_nccl_beat_the_environment() -> None:
         "NCCL_DEBUG": "WARN",
         "NCCL_SOCKET_IFNAME": "=eth0",
     }
+
+
+def test_what_a_file_of_nccls_sets_is_left_to_it_unless_the_run_file_names_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    own, site = tmp_path / "own.conf", tmp_path / "nccl.conf"
+    own.write_text("NCCL_DEBUG=WARN\n")
+    site.write_text("#NCCL_SOCKET_IFNAME=ib7\nNCCL_IB_HCA=mlx5_0\n\nNCCL_DEBUG=INFO\nnothing\n")
+    files = set_by_files([tmp_path / "none", own, site])
+    assert files == {"NCCL_DEBUG": own, "NCCL_IB_HCA": site}
+    facts = node(hca_ports=IB, nccl_files=files)
+    found = worker_network_environment(NetworkSection(), "slurm", facts, {})
+    subsystems = NCCL_TELLS["NCCL_DEBUG_SUBSYS"]
+    assert found == {"NCCL_SOCKET_IFNAME": "=eth0", "NCCL_DEBUG_SUBSYS": subsystems}
+    assert f"NCCL_IB_HCA is that of {site}" in caplog.text
+    assert chosen(facts, {}, ib_hca="mlx5_1")["NCCL_IB_HCA"] == "mlx5_1"
+
+
+def test_nccl_reads_the_file_that_is_named_or_the_users_and_then_the_sites() -> None:
+    site = Path("/etc/nccl.conf")
+    assert nccl_files({"NCCL_CONF_FILE": "/opt/nccl.conf"}) == [Path("/opt/nccl.conf"), site]
+    users, last = nccl_files({"NCCL_CONF_FILE": ""})
+    assert (users.name, last) == (".nccl.conf", site)
 
 
 def test_the_log_of_nccl_is_one_a_process_and_where_the_environment_says() -> None:
