@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from megatron.core import parallel_state
 
@@ -23,6 +24,8 @@ from liver_hpc.world import module_globals, thread
 
 _LOCK = "megatron-lm-helpers.lock"
 _HELPERS = "megatron.core.datasets.helpers_cpp"
+_INDEXED = ("gpt_dataset", "masked_dataset", "blended_dataset")
+"""Modules of megatron.core.datasets that keep such a cache."""
 _ALONE = ("TENSOR_MODEL_PARALLEL", "PIPELINE_MODEL_PARALLEL", "DATA_PARALLEL")
 
 
@@ -62,6 +65,7 @@ def open_datasets(script: Script, layout: Layout, directory: Path, boot_s: float
         with first_alone(directory / f"script-{call}.complete", limit_s):
             _find_helpers(directory / _LOCK, limit_s)
             _build_as_the_caller()
+            _unpickle_nothing()
             train, validation, _ = captured.datasets_provider(numbers)
     if train is None:
         raise ConfigError("the script's dataset provider gives no training set")
@@ -88,6 +92,22 @@ def _build_as_the_caller() -> None:
         "megatron.core.datasets.blended_megatron_dataset_builder"
     )
     builder.ThreadPoolExecutor = thread.Pool
+
+
+def _unpickle_nothing() -> None:
+    """Has Megatron read its index cache, which are arrays of numbers, without unpickling what it
+    finds: whoever may write there would be the run's user in effect."""
+    plain: Any = types.ModuleType(numpy.__name__)
+    vars(plain).update(vars(numpy))
+    plain.load = _load_plainly
+    for name in _INDEXED:
+        module: Any = importlib.import_module(f"megatron.core.datasets.{name}")
+        module.numpy = plain
+
+
+def _load_plainly(file: Any, *args: Any, **options: Any) -> Any:
+    """numpy.load; raises ValueError where that would unpickle."""
+    return numpy.load(file, *args, **{**options, "allow_pickle": False})
 
 
 def _find_helpers(lock: Path, limit_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron.core.datasets import blended_dataset, gpt_dataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
@@ -35,6 +37,31 @@ def opened(directory: Path, provider: Any, identity: str = "a script", numbers: 
         identity=identity, training=training, answer_for=lambda *_args: captured
     )
     return datasets.open_datasets(script, Layout(1, 1, 1), directory, boot_s=60)
+
+
+class _Planted:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("module", [gpt_dataset, blended_dataset])
+def test_megatrons_index_cache_is_not_unpickled(module: Any, tmp_path: Path) -> None:
+    """Whoever may write there would run code in every worker."""
+    index, planted, executed = (tmp_path / name for name in ("a.npy", "b.npy", "executed"))
+    np.save(index, np.arange(6, dtype=np.int32))
+    planted.write_bytes(pickle.dumps(_Planted(executed)))
+
+    def provider(_numbers: Any) -> Any:
+        found = module.numpy.load(index, allow_pickle=True, mmap_mode="r")
+        assert [*found] == [*range(6)]
+        module.numpy.load(planted, allow_pickle=True, mmap_mode="r")
+
+    with pytest.raises(ValueError, match="ickle"):
+        opened(tmp_path, provider)
+    assert not executed.exists()
 
 
 def test_one_writes_the_cache_then_all_load_it_side_by_side(tmp_path: Path) -> None:
