@@ -193,7 +193,7 @@ class Transport:
         """Frees staging and lets go of the backend; idempotent, from any thread.
 
         Peers that still stream with this worker then fail promptly. A stream that runs in
-        another thread of this process ends with an error at its next message.
+        another thread of this process ends with an error at its next message or copy.
         """
         self._closed = True
         self._wire.close()
@@ -303,11 +303,14 @@ class _Stream:
     def run(
         self, progress: Callable[[int], None], deadline: Deadline, closed: Callable[[], bool]
     ) -> None:
-        local = iter(self.prepared.local)
-        for action in schedule(self.prepared.steps, len(self.slots), self._needs_slot):
+        def check_open() -> None:
             if closed():
                 worker = self.prepared.plan.worker
                 raise TransferError(f"worker {worker}: the transport has been closed")
+
+        local = iter(self.prepared.local)
+        for action in schedule(self.prepared.steps, len(self.slots), self._needs_slot):
+            check_open()
             if action.kind == "launch":
                 self._launch(action.slot)
             else:
@@ -315,6 +318,7 @@ class _Stream:
                 self._copy_local(next(local, ()), progress)
                 self._finish(progress, deadline)
         for pieces in local:
+            check_open()
             deadline.check()
             self._copy_local(pieces, progress)
 

@@ -456,7 +456,7 @@ class Trainer(WorldHolder):
             self._stands.clear()
             self._world, self._abandoned = None, source.generation
         session.end_waits(session.shared_groups)  # which a thread does that may be late
-        session.prepared.drop()
+        is_idle = session.prepared.drop()
         session.prepared = None
         self._context.send(
             m.Aborted(
@@ -471,6 +471,8 @@ class Trainer(WorldHolder):
         if held is not None:
             assert resume.rebuild_generation is not None
             self._rebuild(session.source, resume.rebuild_generation, held, scalars)
+            if is_idle:  # else what still reads it has it as long as it needs
+                held.release()
             self._abandoned = NO_WORLD
         self._step_begins_s = self._context.clock.now_s()
         self._forget(session)
@@ -494,5 +496,4 @@ class Trainer(WorldHolder):
         limit_s, clock = self._limits.transfer_s, self._context.clock
         self._context.device.finish(Deadline.after(clock, limit_s, "the state to be copied"))
         self._snapshots.taken()  # of what is held, too
-        held.release()
         self._stand(world)

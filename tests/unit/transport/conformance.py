@@ -311,6 +311,26 @@ def closed_is_closed(member: Member) -> None:
     assert "the transport is closed" in failed.text
 
 
+def copies_end_once_closed(member: Member) -> None:
+    """Of a transport that has nothing to send or to receive, too."""
+    alone = RankMap(Layout(1, 1, 1), (member.worker,))
+    plan = transfer_plan(TIED, alone, alone, member.worker)
+    assert plan.local
+    assert not plan.sends + plan.receives
+    transport = member.connect(TIED, SMALL)
+    was, becomes = ToyState(TIED, random_bits(7)), ToyState(TIED, untouched)
+    copied: list[int] = []
+
+    def close(num_bytes: int) -> None:
+        copied.append(num_bytes)
+        transport.close()
+
+    prepared, deadline = transport.prepare(plan), member.deadline()
+    with pytest.raises(TransferError, match="the transport has been closed"):
+        transport.stream(prepared, was, becomes, close, deadline)
+    assert len(copied) == 1
+
+
 def staging_is_freed(member: Member) -> None:
     """After an error and `close` staging is gone, even while the error and its traceback live."""
     transport: Any = member.connect(TIED, SMALL)
@@ -381,6 +401,9 @@ class TransportConformance(ABC):
 
     def test_a_closed_transport_refuses(self) -> None:
         self.run(closed_is_closed, 2)
+
+    def test_a_transport_that_is_closed_copies_no_more(self) -> None:
+        self.run(copies_end_once_closed, 2)
 
     def test_staging_is_freed_while_the_error_lives(self) -> None:
         self.run(staging_is_freed, 2)
