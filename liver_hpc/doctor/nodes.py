@@ -291,6 +291,18 @@ def _shared(nodes: Nodes) -> Result:
     return result
 
 
+def _locks(nodes: Nodes) -> Result:
+    """One node holds a lock, and the others ask for it."""
+    first, *others = nodes.names
+    nodes.one(first, "lock", _NODE_S)
+    answers = nodes.ask(others, "lock", _NODE_S) if others else {}
+    alone = sorted(name for name, said in answers.items() if said["taken"])
+    if alone:
+        held = f"what {first} has locked {', '.join(alone)} could lock, too"
+        return failed(f"a lock holds on one node alone: {held}", _LOCKS)
+    return passed(f"{first} can lock a file" + (", and no other node then" if others else ""))
+
+
 def _clocks(nodes: Nodes) -> Result:
     """All are asked at once: what they say is apart by no more than their clocks and the wait."""
     began_s = time.monotonic()
@@ -329,12 +341,16 @@ def _bandwidth(backend: str, nodes: Nodes) -> Result:
 
 _LINK = "see that nodes reach each other on the interface above; name another in network"
 _MOUNT = "put it on a file system that all nodes mount"
+_LOCKS = (
+    "have it mounted with flock across nodes (Lustre: -o flock), or put runs_directory elsewhere"
+)
 
 NODE_CHECKS: tuple[Check[Nodes], ...] = (
     Check("versions", lambda nodes: nodes.each("same_versions", wanted=nodes.versions)),
     Check("locked memory", lambda nodes: nodes.each("locked_memory")),
     Check("interfaces", lambda nodes: nodes.each("interfaces")),
     Check("shared directory", _shared, (), _MOUNT),
+    Check("file locks", _locks, ("shared directory",), _LOCKS),
 )
 PAIR_CHECKS: tuple[Check[Nodes], ...] = (
     Check("clocks", _clocks),

@@ -8,6 +8,7 @@ one that hangs holds up no other. What a probe opens for others stays open until
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import json
 import os
@@ -129,6 +130,16 @@ def shared(node: Node, token: str) -> Result:
     return failed(f"{there} ({read})", "put it on a file system that all nodes mount")
 
 
+def lock(node: Node) -> Said:
+    """Takes the lock that all ask for, and keeps it. Raises OSError where there are none."""
+    stream = node.held.enter_context((node.directory / "lock").open("ab"))
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return {"taken": False}
+    return {"taken": True}
+
+
 # ---- two nodes
 
 
@@ -217,7 +228,7 @@ def now(node: Node) -> Said:
     return {"s": time.time()}
 
 
-_ALONE = (hello, now, same_versions, locked_memory, interfaces, shared)
+_ALONE = (hello, now, same_versions, locked_memory, interfaces, shared, lock)
 _TOGETHER = (rendezvous, join, store, measure)
 PROBES: dict[str, Callable[..., Result | Said]] = {
     probe.__name__: probe for probe in (*_ALONE, *_TOGETHER)

@@ -67,6 +67,7 @@ def test_two_nodes_on_which_all_is_well(nodes: Nodes) -> None:
     assert levels.pop("nccl") in (Level.SKIP, Level.PASS)
     assert set(levels.values()) == {Level.PASS}, results
     assert "n1, n2: control traffic by lo 127.0.0.1" in results["interfaces"].found
+    assert results["file locks"].found == "n1 can lock a file, and no other node then"
     assert "n2 met n1 (127.0.0.1)" in results["mpi meeting"].found
     assert "by gloo tcp (lo/127.0.0.1), not encrypted" in results["gloo"].found
 
@@ -78,6 +79,26 @@ def test_a_directory_of_one_host_alone(nodes: Nodes, tmp_path: Path) -> None:
     assert result.level is Level.FAIL
     assert f"n1, n2: {tmp_path}/runs as the asking host has it is not there" in result.found
     assert "all nodes mount" in result.advice
+
+
+@pytest.mark.parametrize(
+    ("flock", "told"),
+    [
+        ("raise OSError(38, 'Function not implemented')", "the lock probe on n1: OSError: "),
+        ("return None", "holds on one node alone: what n1 has locked n2 could lock, too"),
+    ],
+)
+def test_a_file_system_without_locks_or_with_those_of_one_node_alone(
+    flock: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch = f"import fcntl\ndef flock(*_words):\n    {flock}\nfcntl.flock = flock\n"
+    (tmp_path / "sitecustomize.py").write_text(patch)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with own_directory(tmp_path) as directory, closing(nodes_in(directory)) as nodes:
+        result = found(nodes, "shared directory", "file locks")["file locks"]
+    assert result.level is Level.FAIL
+    assert told in result.found
+    assert "-o flock" in result.advice
 
 
 def test_what_the_asking_host_lacks_or_an_image_has_of_its_own_is_no_fault(nodes: Nodes) -> None:
