@@ -83,16 +83,16 @@ def _backward(outputs: Any, grad_tensors: Any = None, **options: Any) -> None:
 def no_dropout(chunks: Iterable[Any]) -> Iterator[None]:
     """While a world is rehearsed: dropout drops nothing, so that it draws nothing from streams that
     a training thread uses. Fused attention would draw in its kernels, from the process's generator:
-    its modules are told to drop nothing.
+    its modules are told to drop nothing. Raises PlanError at dropout that is not seeded, as nothing
+    in these chunks tells of it.
 
-    chunks: of the world. Raises PlanError for dropout whose rate is not seen in them, as it is not
-    seeded either. On a GPU one without dropout is left as it is: what torch compiles under another
-    mode than that of a step is compiled anew in the first one.
+    chunks: of the world. On a GPU one without dropout is left as it is: what torch compiles under
+    another mode than that of a step is compiled anew in the first one.
     """
     chunks = [*chunks]
     on_gpu = any(parameter.is_cuda for chunk in chunks for parameter in chunk.parameters())
     seeded = any(map(_drops, chunks))
-    mode = _Nothing(seeded) if not on_gpu or seeded else contextlib.nullcontext()
+    mode = _Nothing(seeded) if seeded or not on_gpu else contextlib.nullcontext()
     rates = [
         (part, rate)
         for chunk in chunks
@@ -110,31 +110,48 @@ def no_dropout(chunks: Iterable[Any]) -> Iterator[None]:
 
 
 class _Nothing(_Dropping):
-    """Nothing is dropped. Raises PlanError for what would be, if it is not seeded."""
+    """Nothing is dropped. seeded: else whoever would drop is refused."""
 
     def __init__(self, seeded: bool) -> None:
         super().__init__()
         self._seeded = seeded
 
     def drop(self, function: Any, states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        told = dict(zip(("p", "training"), args, strict=False)) | kwargs
-        rate = told.get("p", 0.5)
-        if rate > 0 and told.get("training", True) and not self._seeded:
-            raise PlanError(
-                f"the model drops with a rate of {rate:g} that no module and no configuration "
-                "has: its masks would be others after a handoff; wanted the rate in an attribute "
-                'whose name has "drop" in it, or in hidden_dropout of the TransformerConfig'
-            )
+        self._check(function.__name__, *_rate(function, *args, **kwargs))
         return states
+
+    def _check(self, name: str, rate: float, training: bool = True) -> None:
+        if not self._seeded and training and rate > 0:
+            raise PlanError(
+                f"the model calls {name} with a rate of {rate:g} which no module of it has, so it "
+                "would not be seeded, and tensor-parallel ranks would drop different elements "
+                "after a handoff; wanted a module such as torch.nn.Dropout, or the rate as a float "
+                "in an attribute of the module with 'drop' in its name"
+            )
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if getattr(function, "__name__", "") == "scaled_dot_product_attention":
+        if (name := getattr(function, "__name__", "")) == "scaled_dot_product_attention":
+            given = args[_ATTENTION_RATE : _ATTENTION_RATE + 1]
+            self._check(name, *(given or ((kwargs or {}).get("dropout_p", 0.0),)))
             query_to_mask, rest = args[:_ATTENTION_RATE], args[_ATTENTION_RATE + 1 :]
             kwargs = {name: value for name, value in (kwargs or {}).items() if name != "dropout_p"}
             return function(*query_to_mask, *((0.0, *rest) if rest else ()), **kwargs)
         return super().__torch_function__(function, types, args, kwargs)
+
+
+def _rate(
+    function: Any,
+    p: float = 0.5,
+    training: bool | None = None,
+    *_inplace: bool,
+    train: bool | None = None,
+    **_others: Any,
+) -> tuple[float, bool]:
+    """What a function of dropout is called with, and whether it drops: some do so unasked."""
+    told = train if training is None else training
+    return p, function is torch.nn.functional.dropout if told is None else told
 
 
 class _PartOfMasks(_Dropping):
@@ -214,7 +231,7 @@ class _Seeder:
 def _drops(module: Any) -> bool:
     """Whether its configuration says so, or a module in it has a rate of whatever name, such as the
     `p` of torch's and the `dropout` of its attention."""
-    config = getattr(module, "config", None)
+    config = module.config
     rates = [getattr(config, name, 0) for name in ("hidden_dropout", "attention_dropout")]
     return any(rates) or any(
         isinstance(value, float) and value > 0 and (name == "p" or "drop" in name)

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -496,6 +497,38 @@ def test_shards_are_marked_whatever_class_their_layer_has(layout: str, device: A
     world.close()
     marks.pop("norm.weight", None)
     assert marks == {"own.weight": (True, 0), "own.bias": (True, 0)}
+
+
+class Dropping(RandomTokenGPT):
+    """Drops with a rate that no module has, unless its embedding is told."""
+
+    tells = False
+
+    def build(self, context: BuildContext) -> Any:
+        model = super().build(context)
+        if self.tells:
+            model.embedding.resid_pdrop = 0.1
+
+        def drop(module: Any, _inputs: Any, states: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.dropout(states, 0.1, module.training)
+
+        model.embedding.register_forward_hook(drop)
+        return model
+
+
+@pytest.mark.parametrize("tells", [False, True])
+def test_dropout_that_is_not_seeded_is_refused_by_the_rehearsal(
+    tells: bool, device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Dropping, "tells", tells)
+    config = tiny_config()
+    recipe = Dropping(GPTConfig.model_validate(config.model), config)
+    recipe.open(Path())
+    world = build_world(recipe, device)
+    refused = pytest.raises(PlanError, match=r"calls dropout with a rate of 0\.1 which no module")
+    with nullcontext() if tells else refused:
+        world.warm_up()
+    world.close()
 
 
 # ---- beside training

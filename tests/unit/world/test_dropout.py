@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,12 @@ class Fused(torch.nn.Module):
         return torch.bernoulli(states) if self.attention_dropout else states
 
 
+def dropping(part: torch.nn.Module, hidden_dropout: float = 0.0) -> Any:
+    chunk: Any = torch.nn.Sequential(part)
+    chunk.config = SimpleNamespace(hidden_dropout=hidden_dropout, attention_dropout=0.0)
+    return chunk
+
+
 @pytest.mark.parametrize(
     "attend",
     [
@@ -38,7 +45,7 @@ class Fused(torch.nn.Module):
     ],
 )
 def test_nothing_is_drawn(attend: Any) -> None:
-    chunk = torch.nn.Sequential(Fused())
+    chunk = dropping(Fused())
     before = torch.get_rng_state()
     with no_dropout([chunk]):
         chunk(attend(STATES))
@@ -47,18 +54,8 @@ def test_nothing_is_drawn(attend: Any) -> None:
     assert not torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_rate_that_no_module_has_is_refused() -> None:
-    """What drops by it is not seeded, and peers would drop other elements after a handoff."""
-    chunk = torch.nn.Sequential(torch.nn.Linear(8, 8))
-    with no_dropout([chunk]):
-        functional.dropout(STATES, 0.1, training=False)
-        functional.dropout(STATES, 0.0)
-        with pytest.raises(PlanError, match="that no module and no configuration has"):
-            functional.dropout(STATES, 0.1, training=True)
-
-
 def test_what_attends_in_a_kernel_drops_again_afterwards() -> None:
-    chunk = torch.nn.Sequential(Fused())
+    chunk = dropping(Fused())
 
     def fail() -> None:
         with no_dropout([chunk]):
@@ -68,6 +65,37 @@ def test_what_attends_in_a_kernel_drops_again_afterwards() -> None:
     with pytest.raises(RuntimeError, match="no memory"):
         fail()
     assert chunk[0].attention_dropout == 0.3
+
+
+@pytest.mark.parametrize(
+    ("drop", "drops"),
+    [
+        (lambda s: functional.dropout(s), True),
+        (lambda s: functional.dropout(s, 0.1, True), True),
+        (lambda s: functional.dropout(s, p=0.1, training=True), True),
+        (lambda s: functional.alpha_dropout(s, 0.1, True), True),
+        (lambda s: torch.dropout(s, 0.1, train=True), True),
+        (lambda s: functional.scaled_dot_product_attention(s, s, s, dropout_p=0.1), True),
+        (lambda s: functional.scaled_dot_product_attention(s, s, s, None, 0.1), True),
+        (lambda s: functional.dropout(s, 0.0, True), False),
+        (lambda s: functional.dropout(s, 0.1, False), False),
+        (lambda s: functional.alpha_dropout(s, 0.1), False),
+        (lambda s: torch.dropout(s, 0.1, train=False), False),
+        (lambda s: functional.scaled_dot_product_attention(s, s, s), False),
+        (lambda s: functional.scaled_dot_product_attention(s, s, s, None, 0.0), False),
+    ],
+)
+def test_dropout_of_which_no_module_tells_is_refused(drop: Any, drops: bool) -> None:
+    refused = pytest.raises(PlanError, match=r"with a rate of .* which no module of it has")
+    with (
+        refused if drops else contextlib.nullcontext(),
+        no_dropout([dropping(torch.nn.Linear(8, 8))]),
+    ):
+        drop(STATES)
+    with no_dropout(
+        [dropping(torch.nn.Linear(8, 8), hidden_dropout=0.1)]
+    ):  # is seeded at its layers
+        drop(STATES)
 
 
 class OnGpu(torch.nn.Module):
