@@ -26,6 +26,8 @@ _LOCK = "megatron-lm-helpers.lock"
 _HELPERS = "megatron.core.datasets.helpers_cpp"
 _INDEXED = ("gpt_dataset", "masked_dataset", "blended_dataset")
 """Modules of megatron.core.datasets that keep such a cache."""
+_LOADER = "megatron.core.safe_globals"
+"""What they read it by, from core 0.19 on."""
 _ALONE = ("TENSOR_MODEL_PARALLEL", "PIPELINE_MODEL_PARALLEL", "DATA_PARALLEL")
 
 
@@ -100,9 +102,10 @@ def _unpickle_nothing() -> None:
     plain: Any = types.ModuleType(numpy.__name__)
     vars(plain).update(vars(numpy))
     plain.load = _load_plainly
-    for name in _INDEXED:
-        module: Any = importlib.import_module(f"megatron.core.datasets.{name}")
-        module.numpy = plain
+    for name in (*(f"megatron.core.datasets.{one}" for one in _INDEXED), _LOADER):
+        with suppress(ModuleNotFoundError):
+            module: Any = importlib.import_module(name)
+            module.numpy = plain
 
 
 def _load_plainly(file: Any, *args: Any, **options: Any) -> Any:

@@ -55,9 +55,9 @@ def test_megatrons_index_cache_is_not_unpickled(module: Any, tmp_path: Path) -> 
     planted.write_bytes(pickle.dumps(_Planted(executed)))
 
     def provider(_numbers: Any) -> Any:
-        found = module.numpy.load(index, allow_pickle=True, mmap_mode="r")
-        assert [*found] == [*range(6)]
-        module.numpy.load(planted, allow_pickle=True, mmap_mode="r")
+        load = getattr(module, "safe_numpy_load", module.numpy.load)  # from core 0.19 on
+        assert [*load(index, allow_pickle=True, mmap_mode="r")] == [*range(6)]
+        load(planted, allow_pickle=True, mmap_mode="r")
 
     with pytest.raises(ValueError, match="ickle"):
         opened(tmp_path, provider)
