@@ -220,7 +220,7 @@ def test_the_same_by_sbatch(site: Site) -> None:
     await_that(lambda: not (run / "outcome.json").exists(), "the run to go on", AGAIN_S)
     assert await_coordinator(run) != first
     assert (run / "run.yaml").read_text() == pinned
-    assert sorted(path.name for path in run.parent.iterdir()) == ["latest", run.name]
+    assert sorted(path.name for path in run.parent.glob("[!.]*")) == ["latest", run.name]
     assert site.end() == f"run runs/{run.name}: stopped at step 7: asked to"
     said = (site.directory / f"liver-{job}.log").read_text()
     assert said.count(f"run runs/{run.name}\n") == 1
