@@ -30,7 +30,9 @@ def step_words(config: RunConfig, run_directory: Path) -> StepWords:
     """Those of the steps of a run's agents. `run_directory` has the run's secret in it."""
     slurm = config.cluster.slurm
     given = dict(slurm.step_options)
-    told = {"SRUN_EXPORT_ENV": str(given.pop("export"))} if "export" in given else {}
+    told: dict[str, str] = {}
+    if isinstance(given.get("export"), str):
+        told["SRUN_EXPORT_ENV"] = str(given.pop("export"))
     options = tuple(option_words(given))
     container = slurm.container
     if container is None:

@@ -35,6 +35,8 @@ from liver_hpc.rendezvous.mpi.pmi import (
 
 _LOOK_S = 0.02
 _LIBRARY = "MPI4PY_LIBMPI"
+_MOST_CHARACTERS = 500
+"""Of an error that is told: a stranger at MPI's port may have said it."""
 
 ENDPOINT = ("-m", "liver_hpc.rendezvous.mpi.endpoint")
 
@@ -128,7 +130,7 @@ class MpiProcess(Child):
         text = f"{self.name}, process {self.pid}, has ended"
         if said.startswith(FAILED):
             why = said.removeprefix(FAILED).decode(errors="replace")
-            text += f": {' '.join(why.split())}"
+            text += f": {' '.join(why.split())[:_MOST_CHARACTERS]}"
         return MpiEnded(text)
 
 
