@@ -386,6 +386,7 @@ def test_nothing_is_launched_by_an_agent_that_has_not_called_for_long(
     run.until(lambda: "a1" in run.cluster.agents, "an agent there")
     run.until(lambda: "a1" in run.coordinator._registry, "it to call")
     line = run.cluster.agents["a1"].line
+    run.until(lambda: line._channel is not None, "it to be answered")
     line._find = lambda: None  # type: ignore[method-assign]
     assert line._channel is not None
     line._channel.close()
