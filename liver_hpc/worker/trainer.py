@@ -21,6 +21,7 @@ from liver_hpc.handoff.release import release
 from liver_hpc.handoff.session import HandoffAborted, Session, Target, WorldHalted
 from liver_hpc.host.process import quiet_thread
 from liver_hpc.layout.coordinates import RankMap
+from liver_hpc.layout.memory import worker_bytes
 from liver_hpc.layout.ramp import batch_of
 from liver_hpc.protocol import messages as m
 from liver_hpc.worker.holder import NO_WORLD, LeftWorld, WorldHolder
@@ -470,10 +471,15 @@ class Trainer(WorldHolder):
         )
         if held is not None:
             assert resume.rebuild_generation is not None
-            self._rebuild(session.source, resume.rebuild_generation, held, scalars)
+            self._snapshots.taken()  # of what is held
             if is_idle:  # else what still reads it has it as long as it needs
-                held.release()
+                held = self._with_room_for(session.source, held)
+            world = self._build(session.source, resume.rebuild_generation, Kept())
+            self._fill(world, held, frees=is_idle)
+            world.load_scalar_state(scalars)
+            log.info("generation %d: rebuilt %s", world.generation, session.source)
             self._abandoned = NO_WORLD
+            self._stand(world)
         self._step_begins_s = self._context.clock.now_s()
         self._forget(session)
         quiet_thread(partial(self._give_back, session.generation), "give back")
@@ -483,17 +489,26 @@ class Trainer(WorldHolder):
         self._context.device.enter()
         self._context.device.end_beside(generation)
 
-    def _rebuild(
-        self, rank_map: RankMap, generation: int, held: WorldState, scalars: m.ScalarState
-    ) -> None:
-        """Builds the source layout again on fresh groups, filled from what this worker holds."""
-        world = self._build(rank_map, generation, Kept())
-        for kind in world.recipe.spec.kinds:
+    def _with_room_for(self, rank_map: RankMap, held: WorldState) -> WorldState:
+        """What this worker holds, in host memory where its seat can't be built beside it."""
+        context = self._context
+        context.device.return_free_memory()
+        free_bytes, at = context.device.free_bytes(), rank_map.coordinate_of(context.worker)
+        assert at is not None
+        wanted_bytes = sum(worker_bytes(context.recipe.spec, rank_map.layout, at).values())
+        if free_bytes is None or wanted_bytes <= free_bytes:
+            return held
+        log.info("the state waits in host memory: %d bytes are free", free_bytes)
+        return held.moved_to_host()
+
+    def _fill(self, world: World, held: WorldState, frees: bool) -> None:
+        """Gives a world built again what this worker holds. frees: kind of state by kind of state,
+        so that memory need not have all of it twice."""
+        limit_s, clock = self._limits.transfer_s, self._context.clock
+        deadline = Deadline.after(clock, limit_s, "the state to be copied")
+        for kind in reversed(held.model.kinds):
             for index, box in held.boxes(kind):
                 world.state.view(kind, index, box).copy_(held.view(kind, index, box))
-        log.info("generation %d: rebuilt %s", generation, rank_map)
-        world.load_scalar_state(scalars)
-        limit_s, clock = self._limits.transfer_s, self._context.clock
-        self._context.device.finish(Deadline.after(clock, limit_s, "the state to be copied"))
-        self._snapshots.taken()  # of what is held, too
-        self._stand(world)
+            self._context.device.finish(deadline)
+            if frees:
+                held.release(kinds=(kind,))

@@ -225,6 +225,14 @@ class Device:
         cached_bytes = torch.cuda.memory_reserved(self.torch_device)
         return Room(free_bytes + cached_bytes - peak_bytes, peak_bytes)
 
+    def free_bytes(self) -> int | None:
+        """What can be allocated now; None where the device does not tell."""
+        if self.torch_device.type != "cuda":
+            return None
+        free_bytes, _ = torch.cuda.mem_get_info(self.torch_device)
+        reserved_bytes = torch.cuda.memory_reserved(self.torch_device)
+        return free_bytes + reserved_bytes - torch.cuda.memory_allocated(self.torch_device)
+
     def drop_workspaces(self) -> None:
         """Frees what cuBLAS keeps for each thread and stream in which a product was computed, 32
         MiB on Hopper. The next product allocates it again.

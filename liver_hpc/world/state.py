@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -209,12 +209,35 @@ class WorldState:
                 if kind != MAIN:
                     memory.zero_()
 
-    def release(self, spared: Set[int] = frozenset()) -> None:
+    def moved_to_host(self) -> WorldState:
+        """The same state in host memory; this one's is freed. Waits for the device."""
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to("cpu", copy=True)
+
+        held = {
+            index: replace(
+                each,
+                value=copied(each.value),
+                optimizer={
+                    kind: copied(memory)
+                    for kind, memory in each.optimizer.items()
+                    if kind in self.model.kinds  # else it is the parameter's
+                },
+            )
+            for index, each in self._held.items()
+        }
+        self.release()
+        return WorldState(self.model, self.layout, self.at, held)
+
+    def release(self, spared: Set[int] = frozenset(), kinds: Collection[str] | None = None) -> None:
         """Frees the memory at once, even while somebody still refers to the tensors. spared: the
-        addresses of storages that live on."""
+        addresses of storages that live on. kinds: of state; None: all, and nothing is held any
+        more."""
         for held in self._held.values():
-            for memory in (held.value, *held.optimizer.values()):
+            for kind, memory in {PARAMETER: held.value, **held.optimizer}.items():
                 storage = memory.untyped_storage()
-                if storage.data_ptr() not in spared:
+                if (kinds is None or kind in kinds) and storage.data_ptr() not in spared:
                     storage.resize_(0)
-        self._held.clear()
+        if kinds is None:
+            self._held.clear()

@@ -143,10 +143,25 @@ def test_a_start_ends_at_the_next_multiple(tmp_path: Path, begun: int, ends: int
     assert answer == ([ends], 1)
 
 
-def went_back(process: WorkerProcess, step: int, adams: int) -> tuple[Any, Any]:
-    """A world's scalar state, and that of the one that is built again in its place."""
+def went_back(process: WorkerProcess, step: int, adams: int, room: int | None) -> tuple[Any, ...]:
+    """A world's scalar state, and that of the one that is built again in its place; digests of
+    both; how much is left of what was held when its last kind of state has gone over."""
+    from liver_hpc.world.device import Device
+
     trainer = trainer_of(process, tiny_recipe(), [])
     source = trainer._world
+    kinds, state = source.recipe.spec.kinds, source.state
+    digests = state.digests(kinds)
+    storages = [each.untyped_storage() for kind in kinds[1:] for each in state.memory(kind)]
+    storages += [tensor.untyped_storage() for tensor in source.tensors.values()]
+    left = []
+
+    def fill(world: Any, held: Any, frees: bool) -> None:
+        left.append((held is state, all(storage.nbytes() for storage in storages)))
+        plain(world, held, frees)
+        left.append((frees, any(storage.nbytes() for storage in storages)))
+
+    plain, trainer._fill = trainer._fill, fill
     trainer.step = step
     counted = {"optimizer_step": adams, "unscheduled_samples": 8}
     source.load_scalar_state(source.scalar_state(step).model_copy(update=counted))
@@ -155,13 +170,19 @@ def went_back(process: WorkerProcess, step: int, adams: int) -> tuple[Any, Any]:
     session.limits = trainer._context.config.limits
     session.wait.return_value = Resume(generation=1, rebuild_generation=2)
     trainer.session = session
-    trainer._go_back(session, source, Abort(generation=1, reason="a test"))
-    return before, trainer._world.scalar_state(step)
+    session.prepared.drop.return_value = True
+    with mock.patch.object(Device, "free_bytes", return_value=room):
+        trainer._go_back(session, source, Abort(generation=1, reason="a test"))
+    world = trainer._world
+    return before, world.scalar_state(step), digests, world.state.digests(kinds), left
 
 
-def test_a_world_built_again_counts_as_the_one_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("room", [None, 0, 2**40])
+def test_a_world_built_again_is_the_one_before(tmp_path: Path, room: int | None) -> None:
     """Adam and the schedule have counted less than the run where another job's checkpoint says
-    so."""
-    ((before, after),) = run_workers(went_back, 1, tmp_path, 20, 7)
+    so. What it is filled from is let go, before it is built where a device has no room for both."""
+    ((before, after, held, now, left),) = run_workers(went_back, 1, tmp_path, 20, 7, room)
     assert (before.optimizer_step, before.unscheduled_samples) == (7, 8)
     assert after == before
+    assert held == now
+    assert left == [(room != 0, room != 0), (True, False)]

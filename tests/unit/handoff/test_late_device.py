@@ -350,7 +350,7 @@ def test_one_that_is_stuck_in_a_group_of_both_worlds_comes_free(
     """The source world is built again on fresh groups, from memory that is kept until the device
     has copied it."""
     if not waits:
-        without(Trainer, "_rebuild", "self._context.device.finish(", "str(")
+        without(Trainer, "_fill", "self._context.device.finish(", "str(")
     LateWorld.syncs, LateWorld.breaks = True, frozenset({1})
     run.begin()
     assert run.hand_off(PP).outcome == "aborted"
