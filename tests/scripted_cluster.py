@@ -13,6 +13,7 @@ from typing import Any
 from liver_hpc import __version__
 from liver_hpc.clock import SystemClock
 from liver_hpc.cluster.pool import Adopted, NodePool
+from liver_hpc.config.schema import DeadlineSection
 from liver_hpc.coordinator.connections import InboxClosed
 from liver_hpc.errors import DeadlineError, MeetingError, ProtocolError
 from liver_hpc.layout.coordinates import Layout, RankMap
@@ -181,8 +182,7 @@ class ScriptedAgent:
                 agent=self.name, version=__version__, launches=tuple(sorted(self._launches))
             ),
             SystemClock(),
-            5.0,
-            cluster.coordinator_s,
+            DeadlineSection(control_s=5.0, coordinator_s=cluster.coordinator_s),
         )
 
     def run(self) -> None:
@@ -285,7 +285,7 @@ class ScriptedCluster:
     def __init__(self, secret: bytes, nodes: Sequence[Node] = (Node("", "machine"),)) -> None:
         self.secret = secret
         self.directory = RunDirectory(Path("nowhere"))
-        self.coordinator_s = 0.0
+        self.coordinator_s = 0.001
         self.pool = ScriptedPool(nodes)
         self.faults = FaultInjector()
         self.rendezvous = MemoryRendezvous(secret)

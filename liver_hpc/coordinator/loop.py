@@ -48,7 +48,7 @@ from liver_hpc.rendezvous.server import ControlServer
 from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
 from liver_hpc.run.codec import encode
-from liver_hpc.run.epoch import Epoch, Superseded
+from liver_hpc.run.epoch import SHOWN_EVERY_S, Epoch, Superseded
 from liver_hpc.run.journal import Written
 from liver_hpc.run.machine import Run
 from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome, WorldNote, write_private_json
@@ -57,7 +57,6 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 """How often deadlines, heartbeats and agents are looked at."""
-EPOCH_S = 1.0
 """How often who has said something is told what need not be kept, and whether there is another
 coordinator is looked at."""
 LOST_S = 30.0
@@ -369,7 +368,7 @@ class Coordinator:
         now_s = self._clock.now_s()
         if now_s < self._next_epoch_s:
             return False
-        self._next_epoch_s = now_s + EPOCH_S
+        self._next_epoch_s = now_s + SHOWN_EVERY_S
         self._check_epoch()
         return True
 

@@ -35,7 +35,7 @@ from liver_hpc.rendezvous.mpi.network import MpiNetwork
 from liver_hpc.rendezvous.mpi.service import MpiRendezvous
 from liver_hpc.report.store import write_metrics
 from liver_hpc.run.actions import Ending
-from liver_hpc.run.codec import memory_of
+from liver_hpc.run.codec import FORGOTTEN, memory_of
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.entries import JOURNAL_FILE, last_end, last_start, read_entries
 from liver_hpc.run.epoch import Superseded, claim_epoch
@@ -151,6 +151,8 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
 
     stack.enter_context(_logging_to(directory / "logs" / "coordinator.log", identity))
     epoch = claim_epoch(directory)
+    begins = stack.enter_context(ExitStack())
+    begins.enter_context(epoch.shown())
     continue_in_copy(journal, epoch)
     if not (directory / AGAIN_FILE).exists() and (outcome := _ended(journal)) is not None:
         return outcome
@@ -167,6 +169,7 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
         coordinator = Coordinator(config, epoch, secret, services, control, left or memory)
         (directory / AGAIN_FILE).unlink(missing_ok=True)
         resumed = newest_step(checkpoints)
+        begins.close()  # from now on it shows itself
         outcome = coordinator.run()
         if outcome.state != "restart":
             return outcome
@@ -208,7 +211,7 @@ def _memory(directory: Path) -> Memory:
     if not journal.exists():
         return Memory()
     try:
-        return memory_of(read_entries(journal))
+        return memory_of(read_entries(journal, bare=FORGOTTEN))
     except ConfigError as error:
         _set_aside(journal, str(error))
         return Memory()

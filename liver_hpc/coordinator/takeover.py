@@ -31,8 +31,8 @@ class Left:
 
     core: where it stands. host: of the coordinator that is gone. listening: the agents that could
     be talked to, by name; nodes: where agents were started. wanted: how many workers burst nodes
-    were asked for. avoided: nodes that operators want the run off. saved: what workers said of
-    checkpoints that were not complete. requests: how many operators had asked.
+    were asked for. avoided: nodes that operators want the run off. requests: how many operators
+    had asked.
     """
 
     core: Run
@@ -41,14 +41,19 @@ class Left:
     nodes: dict[str, str] = field(default_factory=dict)
     wanted: int = 0
     avoided: set[str] = field(default_factory=set)
-    saved: list[m.Saved] = field(default_factory=list)
     requests: int = 0
+    _saved: list[dict[str, Any]] = field(default_factory=list)
     _sent: defaultdict[int, list[bytes]] = field(default_factory=lambda: defaultdict(list))
     _heard: dict[int, int] = field(default_factory=dict)
 
     def lost_with(self, here: str) -> set[str]:
         """The agents of the coordinator's host, which is not `here`: it may be gone, too."""
         return {name for name, on in self.listening.items() if here != self.host == on.host}
+
+    @property
+    def saved(self) -> list[m.Saved]:
+        """What workers said of checkpoints that were not complete."""
+        return [said for each in self._saved if isinstance(said := decode_event(each), m.Saved)]
 
     def conversations(self) -> dict[int, Conversation]:
         """With each worker that was connected."""
@@ -59,7 +64,11 @@ class Left:
 
     def _tell(self, entry: Entry) -> None:
         """Raises ConfigError where the core decides otherwise."""
-        event = decode_event(entry.event)
+        values = entry.event
+        if values["type"] == "saved":  # there are many, and a core does not look at digests
+            self._saved.append(values)
+            values = {**values, "digests": []}
+        event = decode_event(values)
         actions = self.core.handle(event, entry.at_s)
         if entry.actions or actions:
             got = _plain([encode(action) for action in actions])
@@ -79,10 +88,9 @@ class Left:
                 self.listening[event.agent] = event
             case e.OperatorAsked():
                 self.requests = event.number + 1
-            case m.Saved():
-                self.saved.append(event)
             case e.CheckpointWritten() | e.CheckpointFailed():
-                self.saved = [each for each in self.saved if each.scalars.step != event.step]
+                step = event.step
+                self._saved = [each for each in self._saved if each["scalars"]["step"] != step]
         for action in actions:
             self._note(action)
 
@@ -98,7 +106,7 @@ class Left:
                 self.nodes[action.agent] = action.node
             case a.ForgetGeneration():
                 of = action.generation
-                self.saved = [each for each in self.saved if each.generation != of]
+                self._saved = [each for each in self._saved if each["generation"] != of]
             case a.WantWorkers():
                 self.wanted = action.workers
             case a.Avoid():

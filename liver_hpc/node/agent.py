@@ -386,8 +386,7 @@ class Agent:
     def _open_line(self, address: tuple[str, int]) -> Line:
         """What is said from now on waits until the line stands."""
         limits, run = self._limits, RunDirectory(self._plan.first.run_directory)
-        times_s = (limits.control_s, limits.coordinator_s)
-        line = self._line = Line(run, self._secret, self._call, self._clock, *times_s)
+        line = self._line = Line(run, self._secret, self._call, self._clock, limits)
         line.missed = self._coordinator_missed
         hello = m.AgentHello(
             agent=self._name,

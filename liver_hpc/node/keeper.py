@@ -20,6 +20,7 @@ from liver_hpc.errors import LiverError
 from liver_hpc.protocol.messages import KeeperHello
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
 from liver_hpc.run.directory import RunDirectory
+from liver_hpc.run.epoch import last_sign
 from liver_hpc.run.secret import read_secret
 
 CONNECT_S = 30.0
@@ -34,9 +35,11 @@ log = logging.getLogger(__name__)
 
 def find_coordinator(run: RunDirectory, limit_s: float) -> Channel | None:
     """A channel to the run's coordinator; None where the run is over. Raises LiverError when there
-    is none in time."""
-    secret, control_s = read_secret(run.secret_path), run.config().deadlines.control_s
-    deadline = Deadline.after(SystemClock(), limit_s, f"the coordinator of {run.path}")
+    is none in time, which is `deadlines.boot_s` longer while one shows that it lives: it begins."""
+    secret, limits, clock = read_secret(run.secret_path), run.config().deadlines, SystemClock()
+    control_s, sign = limits.control_s, last_sign(run.path)
+    deadline = Deadline.after(clock, limit_s, f"the coordinator of {run.path}")
+    longest = Deadline.after(clock, limits.boot_s + limit_s, deadline.waits_for)
     pause = threading.Event()
     while True:
         try:
@@ -49,6 +52,10 @@ def find_coordinator(run: RunDirectory, limit_s: float) -> Channel | None:
         with contextlib.suppress(LiverError, OSError):
             if run.last_outcome() is not None:
                 return None
+        before, sign = sign, last_sign(run.path)
+        if before != sign is not None:
+            left_s = min(limit_s, longest.remaining_s())
+            deadline = Deadline.after(clock, left_s, deadline.waits_for)
         deadline.check()
         pause.wait(min(_RETRY_S, deadline.remaining_s()))
 

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
 from liver_hpc.clock import Clock, Deadline
+from liver_hpc.config.schema import DeadlineSection
 from liver_hpc.errors import DeadlineError, LiverError, ProtocolError
 from liver_hpc.protocol.messages import AnyMessage, Calls, Exit, Hears, encode
 from liver_hpc.rendezvous.channel import (
@@ -101,8 +102,9 @@ class Line:
     makes the connection again where it breaks.
 
     was_open: whether a coordinator has ever answered. call: what a connection begins with, but for
-    the numbers. coordinator_s: how long it goes on without a coordinator. missed: is told after
-    each third of that without a sign of life of one in the run's directory; how often it was.
+    the numbers. limits: it goes on for `coordinator_s` without a coordinator, and for `boot_s`
+    longer while another one begins, which shows that it lives. missed: is told after each third of
+    `coordinator_s` without a sign of life of one in the run's directory; how often it was.
     """
 
     def __init__(
@@ -111,8 +113,7 @@ class Line:
         secret: bytes,
         call: Callable[[], Calls],
         clock: Clock,
-        control_s: float,
-        coordinator_s: float,
+        limits: DeadlineSection,
     ) -> None:
         self.was_open = False
         self.missed: Callable[[int], None] = lambda times: None
@@ -120,8 +121,7 @@ class Line:
         self._secret = secret
         self._call = call
         self._clock = clock
-        self._control_s = control_s
-        self._coordinator_s = coordinator_s
+        self._limits = limits
         self._saying = threading.RLock()
         self._conversations = {ITSELF: Conversation()}
         self._to_send: list[Part] = []
@@ -137,7 +137,7 @@ class Line:
     def open(self, address: tuple[str, int]) -> None:
         """Calls the coordinator for the first time, or the one after it. Raises ChannelClosed."""
         try:
-            self._connect(address, self._control_s)
+            self._connect(address, self._limits.control_s)
         except (ChannelClosed, DeadlineError) as error:
             self._call_again(error)
 
@@ -273,8 +273,10 @@ class Line:
 
     def _call_again(self, lost: LiverError) -> None:
         """Who refuses has proved nothing: after a coordinator's death its port may be anybody's."""
-        limit = Deadline.after(self._clock, self._coordinator_s, "a coordinator")
-        patience_s = self._coordinator_s * MISSED_AFTER
+        limits, coordinator_s = self._limits, self._limits.coordinator_s
+        limit = Deadline.after(self._clock, coordinator_s, "a coordinator")
+        longest = Deadline.after(self._clock, limits.boot_s + coordinator_s, limit.waits_for)
+        patience_s = coordinator_s * MISSED_AFTER
         patience, missed = Deadline.after(self._clock, patience_s, "a sign"), 0
         try_s, sign, why = max(patience_s / 2, LOOK_S), last_sign(self._run.path), lost
         while not self._closing.is_set():
@@ -283,7 +285,7 @@ class Line:
                 try:
                     # Not all of it: the next one is elsewhere, and a lost host does not refuse.
                     left_s = min(limit.remaining_s(), patience.remaining_s(), try_s)
-                    left_s = max(min(left_s, self._control_s), _AGAIN_S)
+                    left_s = max(min(left_s, limits.control_s), _AGAIN_S)
                     self._connect((found.host, found.port), left_s)
                     return
                 except (ChannelClosed, DeadlineError) as error:
@@ -297,6 +299,9 @@ class Line:
                 if before == sign is not None:  # else the way to it is broken, and it lives
                     missed += 1
                     self.missed(missed)
+                elif sign is not None and sign[0] > self._epoch:  # it reads what there is
+                    left_s = min(coordinator_s, longest.remaining_s())
+                    limit = Deadline.after(self._clock, left_s, limit.waits_for)
                 patience = Deadline.after(self._clock, patience_s, patience.waits_for)
             self._closing.wait(_AGAIN_S)
         raise ChannelClosed(str(lost))

@@ -4,19 +4,25 @@ A number is a file that only one can make, also on a shared file system. It is t
 journal is read, and looked at again before each write to it, and after, before anything comes of
 what was written. So what a coordinator acts upon, the next one has read.
 
-One that lives touches its file every second. Who finds that none does claims, by a file of its own,
-to start the next one.
+One that lives touches its file every second, also while it reads what the last one has left, which
+after weeks takes minutes: whoever trains on waits for it longer then. Who finds that none does
+claims, by a file of its own, to start the next one.
 """
 
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from liver_hpc.errors import LiverError
+from liver_hpc.host.process import quiet_thread
 
 EPOCHS = "coordinators"
+SHOWN_EVERY_S = 1.0
 MISSED_AFTER = 1 / 3
 """Of the time that a run goes on without a coordinator: then somebody is to see to another one."""
 
@@ -42,8 +48,25 @@ class Epoch:
             raise Superseded(self.number)
 
     def show(self) -> None:
-        """A sign of life for who cannot reach it: to be called every second. Raises OSError."""
+        """A sign of life for who cannot reach it: to be called every `SHOWN_EVERY_S`. Raises
+        OSError."""
         os.utime(self.run_directory / EPOCHS / str(self.number))
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Has it shown meanwhile, while nobody can reach it yet."""
+        over = threading.Event()
+
+        def show() -> None:
+            while not over.wait(SHOWN_EVERY_S):
+                with suppress(OSError):  # a file system that does not answer now
+                    self.show()
+
+        quiet_thread(show, "signs of life")
+        try:
+            yield
+        finally:
+            over.set()
 
 
 def last_sign(run_directory: Path) -> tuple[int, int] | None:

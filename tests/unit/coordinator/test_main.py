@@ -7,6 +7,7 @@ import json
 import resource
 import stat
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -27,8 +28,8 @@ from liver_hpc.errors import LiverError
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.run.directory import RunDirectory
-from liver_hpc.run.epoch import Epoch
-from liver_hpc.run.events import Node
+from liver_hpc.run.epoch import Epoch, last_sign
+from liver_hpc.run.events import Memory, Node
 from liver_hpc.run.journal import Journal, JournalNews
 from liver_hpc.run.outcome import Outcome, begin_again
 from tests.fakes import JournalRecords, tiny_recipe, tiny_run
@@ -305,6 +306,24 @@ def test_a_run_that_is_over_begins_again_only_where_it_is_to(tmp_path: Path, aga
     starts = journal.read_text().count('"event":{"type":"coordinator_started"')
     assert starts == (2 if again else 1)
     assert not (tmp_path / "again").exists()
+
+
+def test_one_that_reads_for_long_shows_that_it_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("liver_hpc.run.epoch.SHOWN_EVERY_S", 0.01)
+    signs = []
+
+    def memory(_directory: Path) -> Memory:
+        for _ in range(2):
+            signs.append(last_sign(tmp_path))
+            time.sleep(0.3)
+        return Memory()
+
+    monkeypatch.setattr("liver_hpc.coordinator.main._memory", memory)
+    _write_run(tmp_path)
+    assert _stopped_at_once(tmp_path).state == "stopped"
+    assert signs[0] != signs[1]
 
 
 def test_a_damaged_journal_is_kept_and_the_run_goes_on(tmp_path: Path) -> None:

@@ -289,7 +289,7 @@ def test_an_agents_word_is_kept_until_it_is_in_the_journal(
 ) -> None:
     """The disk takes nothing when a worker ends, and then the coordinator is gone."""
     monkeypatch.setattr("liver_hpc.coordinator.loop.LED_TO_S", 0.1)
-    monkeypatch.setattr("liver_hpc.coordinator.loop.EPOCH_S", 0.1)
+    monkeypatch.setattr("liver_hpc.coordinator.loop.SHOWN_EVERY_S", 0.1)
     run = make()
     line, journal = run.cluster.agents["a0"].line, run.metrics.journal
     kept = line._conversations[ITSELF]._kept
@@ -319,7 +319,7 @@ def test_an_agents_word_is_kept_until_it_is_in_the_journal(
 def test_what_a_warning_means_is_asked_again_where_the_answer_may_not_have_come(
     make: Callable[..., MortalRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("liver_hpc.coordinator.loop.EPOCH_S", 0.1)
+    monkeypatch.setattr("liver_hpc.coordinator.loop.SHOWN_EVERY_S", 0.1)
     run = make(nodes=(Node("n1", "main", slots=2),))
     run.cluster.agents["a0"].say(m.Warned(agent="a0", signal="TERM", at_s=7.0))
     run.until(lambda: run.cluster.pool.signals, "the question")

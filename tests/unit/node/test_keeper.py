@@ -17,6 +17,7 @@ from liver_hpc.coordinator.store import StoreService
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.node.keeper import keep
 from liver_hpc.rendezvous.server import ControlServer
+from liver_hpc.run.epoch import claim_epoch
 from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome, write_private_json
 from liver_hpc.run.secret import create_secret
 from tests.unit.config.runs import minimal
@@ -114,6 +115,18 @@ def test_without_a_coordinator_it_gives_up(run_directory: Path, server: ControlS
     server.close()  # the file is left of a coordinator that was killed
     with pytest.raises(DeadlineError, match="the coordinator of"):
         keep(run_directory, "7")
+
+
+def test_one_that_begins_is_waited_for(run_directory: Path, server: ControlServer) -> None:
+    """It reads what the last one has left, however long that has been running."""
+    with claim_epoch(run_directory).shown():
+        kept = Kept(run_directory)
+        assert not kept.ended.wait(3 * COORDINATOR_S)
+    announce(run_directory, server)
+    assert not kept.ended.wait(2 * COORDINATOR_S)
+    server.close()
+    assert kept.ended.wait(4 * COORDINATOR_S)
+    assert isinstance(kept.how, DeadlineError)
 
 
 def test_a_stranger_in_its_place_is_no_coordinator(

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from liver_hpc.clock import SystemClock
+from liver_hpc.config.schema import DeadlineSection
 from liver_hpc.errors import ConfigError, DeadlineError, ProtocolError
 from liver_hpc.protocol.messages import Calls, Exit, Finished, Hears, encode
 from liver_hpc.rendezvous import conversation
@@ -131,9 +132,12 @@ class Coordinator:
 class Called:
     """An agent's line, and a thread that hears it. how: why it ended."""
 
-    def __init__(self, run: RunDirectory, coordinator_s: float = LIMIT_S) -> None:
+    def __init__(
+        self, run: RunDirectory, coordinator_s: float = LIMIT_S, boot_s: float = LIMIT_S
+    ) -> None:
         call = Calls(agent="a0", launches=("a0",))
-        self.line = Line(run, SECRET, lambda: call, SystemClock(), LIMIT_S, coordinator_s)
+        limits = DeadlineSection(control_s=LIMIT_S, coordinator_s=coordinator_s, boot_s=boot_s)
+        self.line = Line(run, SECRET, lambda: call, SystemClock(), limits)
         self.line.add(3)
         self.heard: queue.Queue[tuple[int, bytes]] = queue.Queue()
         self.how = ""
@@ -354,6 +358,29 @@ def test_a_coordinator_that_shows_is_not_gone(run: RunDirectory, lives: bool) ->
             epoch.show()
     assert missed == []
     assert "waited 1.5 s for a coordinator" in called.how
+
+
+@pytest.mark.parametrize("boot_s", [10.0, 1.0], ids=["in time", "too late"])
+def test_one_that_begins_is_waited_for(
+    run: RunDirectory, boot_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads what the last one has left, however long that has been running."""
+    monkeypatch.setattr("liver_hpc.run.epoch.SHOWN_EVERY_S", 0.1)
+    missed: list[int] = []
+    claim_epoch(run.path)
+    called, gone = Called(run, coordinator_s=1.2, boot_s=boot_s), Coordinator(run, 1)
+    called.line.missed = missed.append
+    called.open(gone)
+    gone.calls.get(timeout=LIMIT_S)
+    gone.server.close()
+    with claim_epoch(run.path).shown():
+        assert called.ended.wait(3.5) == (boot_s == 1.0)
+    if boot_s > 1.0:
+        following = Coordinator(run, 2)
+        following.calls.get(timeout=LIMIT_S)
+        called.line.close()
+        following.server.close()
+    assert missed == []
 
 
 def test_a_host_that_does_not_answer_is_not_waited_for_while_another_one_does(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,18 @@ def test_the_next_one_supersedes_those_before(tmp_path: Path) -> None:
     second.check()
     with pytest.raises(Superseded, match="taken over from number 1"):
         first.check()
+
+
+def test_one_that_begins_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("liver_hpc.run.epoch.SHOWN_EVERY_S", 0.01)
+    with claim_epoch(tmp_path).shown():
+        before, until_s = last_sign(tmp_path), time.monotonic() + 5.0
+        while last_sign(tmp_path) == before:
+            assert time.monotonic() < until_s
+    time.sleep(0.1)
+    after = last_sign(tmp_path)
+    time.sleep(0.1)
+    assert last_sign(tmp_path) == after
 
 
 def test_no_two_have_the_same_number(tmp_path: Path) -> None:
