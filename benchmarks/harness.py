@@ -287,13 +287,23 @@ def losses(records: RunRecords) -> dict[int, float]:
     return {step.step: step.loss for step in records.steps}
 
 
+def loss_differences(some: Mapping[int, float], others: Mapping[int, float]) -> dict[int, float]:
+    """Relative difference at each step that both have done, in their order. Raises LiverError at
+    a loss that is no number."""
+    found = {}
+    for step in sorted(some.keys() & others.keys()):
+        found[step] = abs(some[step] - others[step]) / abs(others[step])
+        if not math.isfinite(found[step]):
+            raise LiverError(f"step {step}: wanted two numbers, got {some[step]}, {others[step]}")
+    return found
+
+
 def loss_difference(
     some: Mapping[int, float], others: Mapping[int, float], beyond: int = 0
 ) -> float:
-    """Largest relative difference over the steps that both have done. Raises LiverError where none
-    of them is `beyond` or later."""
-    common = some.keys() & others.keys()
-    last = max(common, default=-1)
+    """Largest of `loss_differences`. Raises LiverError where no step is `beyond` or later."""
+    found = loss_differences(some, others)
+    last = max(found, default=-1)
     if last < beyond:
         raise LiverError(f"wanted losses from step {beyond} on, got those to {last}")
-    return max(abs(some[step] - others[step]) / abs(others[step]) for step in common)
+    return max(found.values())

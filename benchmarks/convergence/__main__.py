@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.harness import BenchmarkResult, Spread, parser, reported
+from benchmarks.harness import BenchmarkResult, Spread, loss_differences, losses, parser, reported
 from benchmarks.live_runs import LiveRun
 from benchmarks.models import text_data
 from liver_hpc.config.schema import RunConfig
@@ -78,14 +78,13 @@ def fixed_run(scale: Scale, layout: Layout, steps: int) -> RunRecords:
 
 def differences(ours: RunRecords, fixed: RunRecords) -> list[float]:
     """|loss - fixed loss| / fixed loss of every step that both runs have done. Raises LiverError
-    where one was not recorded."""
-    mine = {record.step: record.loss for record in ours.steps}
-    theirs = {record.step: record.loss for record in fixed.steps}
+    where one was not recorded, or is no number."""
+    mine, theirs = losses(ours), losses(fixed)
     common = range(min(max(mine), max(theirs)) + 1)
     missing = [step for step in common if step not in mine or step not in theirs]
     if missing:
         raise LiverError(f"steps {missing} were not recorded")
-    return [abs(mine[step] - theirs[step]) / theirs[step] for step in common]
+    return list(loss_differences(mine, theirs).values())
 
 
 def result(elastic: RunRecords, fixed: RunRecords, control: RunRecords) -> BenchmarkResult:
@@ -94,11 +93,11 @@ def result(elastic: RunRecords, fixed: RunRecords, control: RunRecords) -> Bench
     if any(r.outcome == ABORTED for r in elastic.reconfigurations):
         raise LiverError("a handoff was aborted: its run is no measurement")
     ours, theirs = differences(elastic, fixed), differences(control, fixed)
-    losses = {record.step: record for record in fixed.steps}
+    fixed_losses = losses(fixed)
     rows: list[dict[str, Any]] = [
         {
             "step": step,
-            "fixed_loss": losses[step].loss,
+            "fixed_loss": fixed_losses[step],
             "relative_difference": ours[step],
             "control_difference": theirs[step],
         }

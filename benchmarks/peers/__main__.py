@@ -14,9 +14,15 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from benchmarks.harness import BenchmarkResult, Spread, interleaved, parser, reported
+from benchmarks.harness import (
+    BenchmarkResult,
+    Spread,
+    interleaved,
+    loss_difference,
+    parser,
+    reported,
+)
 from benchmarks.peers import torchft_settings, torchrun_job
-from benchmarks.peers.events import loss_difference
 from benchmarks.peers.refit_job import REFIT, try_refit
 from benchmarks.peers.trial import LIVE, PEERS, QUICK, Effort, Row, Trial, try_live, try_peer
 from liver_hpc.errors import LiverError

@@ -5,10 +5,9 @@ Every process appends one line a step to a file of its own; `merged` makes steps
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from liver_hpc.errors import LiverError
@@ -86,12 +85,6 @@ def merged(lines: Iterable[Step]) -> list[Step]:
         for (world, step), parts in found.items()
     ]
     return sorted(steps, key=lambda step: step.ended_s)
-
-
-def loss_difference(some: Mapping[int, float], others: Mapping[int, float]) -> float:
-    """Largest relative difference over the steps that both have done; NaN without any."""
-    both = some.keys() & others.keys()
-    return max((abs(some[s] - others[s]) / abs(others[s]) for s in both), default=math.nan)
 
 
 def settled(steps: Sequence[Step], change: Change) -> list[Step]:

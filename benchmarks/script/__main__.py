@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,14 @@ from pathlib import Path
 
 import yaml
 
-from benchmarks.harness import BenchmarkResult, Spread, interleaved, parser, reported
+from benchmarks.harness import (
+    BenchmarkResult,
+    Spread,
+    interleaved,
+    loss_difference,
+    parser,
+    reported,
+)
 from benchmarks.script.plain import PlainJob, run_plain
 from benchmarks.script.sides import (
     SETTLED_STEPS,
@@ -179,15 +185,15 @@ def _block(side: ScriptSide, steps: int) -> Block:
 
 
 def difference(some: Mapping[int, Outcome], others: Mapping[int, Outcome]) -> float:
-    """Largest relative difference of loss and gradient norm, over the first steps of both; NaN
-    without any."""
+    """Largest relative difference of loss and gradient norm, over the first steps of both. Raises
+    LiverError without any."""
     common = sorted(some.keys() & others.keys())[:COMPARED_STEPS]
-    found = [
-        abs(mine - theirs) / abs(theirs)
-        for step in common
-        for mine, theirs in zip(some[step], others[step], strict=True)
-    ]
-    return max(found, default=math.nan)
+
+    def of(side: Mapping[int, Outcome], each: int) -> dict[int, float]:
+        return {step: side[step][each] for step in common}
+
+    numbers = range(len(Outcome._fields))
+    return max(loss_difference(of(some, each), of(others, each)) for each in numbers)
 
 
 def result(blocks: Mapping[str, Sequence[Block]], apart: float, effort: Effort) -> BenchmarkResult:

@@ -16,7 +16,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import BenchmarkResult, Spread, interleaved, parser, reported
+from benchmarks.harness import (
+    BenchmarkResult,
+    Spread,
+    interleaved,
+    loss_difference,
+    parser,
+    reported,
+)
 from benchmarks.models import MODEL_100M, text_data
 from benchmarks.steady_state.sides import (
     InstructionCounter,
@@ -119,7 +126,7 @@ def run(effort: Effort) -> BenchmarkResult:
                     {name: partial(_block, side, effort.block_s) for name, side in sides.items()},
                     effort.blocks,
                 )
-                difference = loss_difference(live.steps(), plain.steps())
+                difference = loss_difference(_losses(live.steps()), _losses(plain.steps()))
                 plain.pause()
                 live.resume()
                 handoffs = _hand_off(live, effort.rounds) if effort.rounds else []
@@ -190,10 +197,9 @@ def periods(steps: Sequence[Step], began_s: float, ended_s: float) -> list[float
     ]
 
 
-def loss_difference(some: Sequence[Step], others: Sequence[Step]) -> float:
-    """Largest relative difference over the steps that both have done, of the first 20."""
-    pairs = list(zip(some, others, strict=False))[:20]
-    return max((abs(a.loss - b.loss) / abs(b.loss) for a, b in pairs), default=math.nan)
+def _losses(steps: Sequence[Step]) -> dict[int, float]:
+    """Of the first 20."""
+    return {each.step: each.loss for each in steps[:20]}
 
 
 def _result(

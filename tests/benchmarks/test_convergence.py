@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from benchmarks.convergence.__main__ import FULL, config_of, differences, result
@@ -40,6 +42,11 @@ def test_a_step_that_was_not_recorded_is_no_measurement() -> None:
     holed = RunRecords([step(0, loss=4.0), step(2, loss=4.0)], [], [], {})
     with pytest.raises(LiverError, match=r"steps \[1\] were not recorded"):
         differences(holed, run_of([4.0, 4.0, 4.0]))
+
+
+def test_a_loss_that_is_no_number_is_no_measurement() -> None:
+    with pytest.raises(LiverError, match=r"step 1: .*nan"):
+        differences(run_of([4.0, math.nan, 1.0]), run_of([4.0, 2.0, 1.0]))
 
 
 def test_an_aborted_handoff_is_no_measurement() -> None:

@@ -15,12 +15,14 @@ from benchmarks.harness import (
     Spread,
     figure_text,
     interleaved,
+    loss_difference,
     machine_facts,
     parser,
     report,
     software_digest,
     write_json,
 )
+from liver_hpc.errors import LiverError
 
 RESULT = BenchmarkResult(
     name="example",
@@ -88,6 +90,12 @@ def test_a_spread_of_nothing_is_an_error() -> None:
 )
 def test_figures_read_short(value: float, text: str) -> None:
     assert figure_text(value) == text
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [(math.nan, 1.0), (1.0, math.nan), (math.inf, 1.0)])
+def test_a_loss_that_is_no_number_is_no_small_difference(mine: float, theirs: float) -> None:
+    with pytest.raises(LiverError, match=r"step 1: wanted two numbers, got .*(nan|inf)"):
+        loss_difference({0: 1.0, 1: mine, 2: mine}, {0: 1.00001, 1: theirs, 2: 1.0})
 
 
 def test_machine_facts_name_the_versions() -> None:

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from benchmarks.peers.__main__ import result, run
-from benchmarks.peers.events import JOIN, LEAVE, Change, Step, cost_of, loss_difference, merged
+from benchmarks.peers.events import JOIN, LEAVE, Change, Step, cost_of, merged
 from benchmarks.peers.jobs import MARK
 from benchmarks.peers.trial import LIVE, PEERS, QUICK, Peer, Row, Trial, try_peer
 from liver_hpc.errors import LiverError
@@ -70,7 +70,6 @@ def test_a_step_ends_when_its_last_worker_ends_it() -> None:
         Step(2, 7, 2, 0.5, 1.0, 1.0),
         Step(3, 7, 2, 1.0, 2.5, 3.0),
     ]
-    assert loss_difference({1: 2.0, 2: 3.0}, {1: 4.0, 5: 1.0}) == 0.5
 
 
 def test_ratios_are_of_the_same_round_and_failures_are_rows() -> None:

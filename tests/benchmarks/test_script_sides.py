@@ -20,6 +20,7 @@ from benchmarks.script.__main__ import (
     result,
 )
 from benchmarks.script.sides import Outcome
+from liver_hpc.errors import LiverError
 
 real = pytest.mark.skipif("MEGATRON_LM" not in os.environ, reason="wants MEGATRON_LM=CHECKOUT")
 
@@ -48,7 +49,10 @@ def test_losses_and_norms_are_compared_over_the_first_steps_of_both() -> None:
     assert difference(mine, theirs | {5: Outcome(2.0, 0.8)}) == pytest.approx(0.25)
     assert difference(mine, theirs | {5: Outcome(2.5, 1.0)}) == pytest.approx(0.2)
     assert difference(mine, theirs | {steps[-1]: Outcome(9.0, 1.0)}) == 0.0
-    assert math.isnan(difference(mine, {}))
+    with pytest.raises(LiverError, match="wanted losses"):
+        difference(mine, {})
+    with pytest.raises(LiverError, match=r"step 5: .*nan"):
+        difference(mine, theirs | {5: Outcome(2.0, math.nan)})
 
 
 @real

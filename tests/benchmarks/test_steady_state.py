@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from benchmarks.steady_state.__main__ import (
     Block,
     interference,
-    loss_difference,
     main,
     pairs_percent,
     periods,
@@ -29,11 +27,6 @@ def test_only_steps_that_lie_in_the_block_count() -> None:
     assert periods(STEPS, 1.2, 9.2) == [0.5, 7.0]
     assert periods(STEPS, 1.0, 2.0) == [0.5, 0.5]
     assert periods(STEPS, 8.0, 8.5) == []
-
-
-def test_losses_are_compared_step_by_step() -> None:
-    assert loss_difference(STEPS, [Step(0, 0.0, 2.0), Step(1, 0.0, 4.0)]) == 0.5
-    assert math.isnan(loss_difference([], STEPS))
 
 
 def block(cpu_s: float, steps: int = 10) -> Block:
