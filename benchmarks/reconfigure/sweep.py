@@ -108,6 +108,11 @@ class Sweep(Section):
             raise ValueError(f"variants are known by their names, and each has one: {names}")
         if self.testbed is None and any(variant.link for variant in self.variants):
             raise ValueError("a link is that of a node of a test cluster: wanted `testbed`")
+        if 0 < self.slurm.gpus_per_node < (most := self.most_at_once):
+            raise ValueError(
+                f"slurm.gpus_per_node: {most} workers are there at once, with that of `replace`: "
+                f"wanted {most} or more, got {self.slurm.gpus_per_node}"
+            )
         return self
 
     @property

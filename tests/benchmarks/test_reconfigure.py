@@ -58,6 +58,7 @@ def row(**fields: Any) -> dict[str, Any]:
 def test_every_run_of_the_shipped_sweeps_passes_the_checks(path: Path) -> None:
     sweep = load_sweep(path)
     assert sweep.name == {"local": "reconfigure"}.get(path.stem, f"reconfigure-{path.stem}")
+    assert sweep.slurm.gpus_per_node in (0, 8)
     for size, variant in {(cell.size, cell.variant) for cell in cells(sweep)}:
         config = sweep.run_config(size, variant)
         check_run(config, gpt_recipe(config), [])
@@ -173,6 +174,14 @@ def test_a_replacement_that_also_moves_is_refused(sweep: Sweep, tmp_path: Path) 
     path.write_text(text)
     with pytest.raises(ConfigError, match="'replace' replaces a worker"):
         load_sweep(path)
+
+
+def test_a_node_that_has_not_a_gpu_for_each_worker_is_refused(sweep: Sweep) -> None:
+    values = sweep.model_dump(mode="json") | {"slurm": {"gpus_per_node": 4}}
+    with pytest.raises(ValueError, match=r"5 workers .* wanted 5 or more, got 4"):
+        Sweep.model_validate(values)
+    values["transitions"] = [each for each in values["transitions"] if not each["replace"]]
+    assert Sweep.model_validate(values).most_at_once == 4
 
 
 def test_measured_cells_are_skipped_and_a_failure_keeps_the_others(
