@@ -52,6 +52,9 @@ def main() -> NoReturn:
         with collector_paused():
             from liver_hpc.world.device import open_device
 
+            # As CUDA itself has it: loading all kernels at once, which takes seconds, is for what
+            # is launched beside training, and here nothing is.
+            os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
             # Before megatron is imported: where there is no CUDA, the device brings the stand-in.
             device = open_device(options.rank)
             from benchmarks.baseline.serving import BaselineWorker, Orders

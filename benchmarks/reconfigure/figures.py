@@ -248,7 +248,9 @@ def _method(sweep: Sweep) -> dict[str, str]:
         "restart": "megatron-core's dist_checkpointing, saved by all replicas in parallel, loaded "
         "by every worker for itself, as Megatron-LM does by default; after the save "
         "the workers leave at once, and the next ones are started directly: no scheduler, no "
-        f"launcher and no queue in between; page cache {sweep.page_cache}",
+        f"launcher and no queue in between; page cache {sweep.page_cache}; on GPUs its workers "
+        "load kernels when first launched (CUDA_MODULE_LOADING=LAZY, unless that is exported), "
+        "those of a handoff all when they begin",
         "exists": "the same restart less its save: the checkpoint of that very step exists already",
         "notice to first step": "from the request, with all that comes before the boundary: of a "
         "handoff boot, preparation and waiting for the boundary, of a restart waiting for it",

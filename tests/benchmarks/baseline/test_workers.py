@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.baseline.lines import Written
+from benchmarks.baseline.lines import HOST, Written
 from benchmarks.baseline.workers import Start, Workers
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
@@ -20,6 +22,17 @@ import os, sys, time
 time.sleep(float(sys.argv[1]))
 if sys.argv[2]:
     os.write(int(sys.argv[3]), (sys.argv[2] + "\\n").encode())
+"""
+
+
+OPENS = """
+import os, sys, types
+def open_device(rank):
+    print(os.environ["CUDA_MODULE_LOADING"], file=sys.stderr, flush=True)
+    os._exit(0)
+sys.modules["liver_hpc.world.device"] = types.SimpleNamespace(open_device=open_device)
+from benchmarks.baseline.worker import main
+main()
 """
 
 
@@ -57,3 +70,22 @@ def test_who_ends_without_having_saved_is_named(
         pytest.raises(LiverError, match=r"workers \[1\] of .* ended before Written"),
     ):
         workers.written(20.0)
+
+
+@pytest.mark.parametrize(("exported", "found"), [({}, "LAZY"), ({"CUDA_MODULE_LOADING": "X"}, "X")])
+def test_nothing_that_only_a_handoff_needs_makes_a_restart_slower(
+    exported: dict[str, str], found: str, tmp_path: Path
+) -> None:
+    """Where the runtime opens its device, all kernels are loaded unless the environment says."""
+    options = ["--run-directory", str(tmp_path), "--layout", "dp1", "--rank", "0", "--host", HOST]
+    options += ["--generation", "0", "--read-fd", "0", "--write-fd", "1"]
+    known = {name: v for name, v in os.environ.items() if name != "CUDA_MODULE_LOADING"}
+    done = subprocess.run(
+        [sys.executable, "-c", OPENS, *options],
+        env=known | exported,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=60.0,
+        check=True,
+    )
+    assert done.stderr.split() == [found]
