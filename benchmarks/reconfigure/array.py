@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +13,7 @@ from typing import Any
 from benchmarks.reconfigure.cells import Rows, measure
 from benchmarks.reconfigure.sweep import Cell, Sweep
 from liver_hpc.cluster.slurm.commands import SlurmCommands
-from liver_hpc.errors import LiverError
+from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.host.process import clean_environment
 
 _POLL_S = 2.0
@@ -22,10 +25,22 @@ _LOOKS = 5
 
 def run_cell(sweep_json: str, cell_json: str) -> None:
     """What one task runs: a sweep's cell as on any machine, of which no process takes itself for
-    a part of the task's step."""
+    a part of the task's step. Raises ConfigError where torch sees fewer GPUs than are asked for:
+    workers would take the CPU."""
     for name in os.environ.keys() - clean_environment(os.environ).keys():
         del os.environ[name]
-    measure(Sweep.model_validate_json(sweep_json), Cell.model_validate_json(cell_json))
+    sweep, cell = Sweep.model_validate_json(sweep_json), Cell.model_validate_json(cell_json)
+    if (wanted := sweep.slurm.gpus_per_node) and (seen := _gpus_seen()) < wanted:
+        raise ConfigError(
+            f"slurm.gpus_per_node: wanted {wanted}, torch sees {seen} on {socket.gethostname()}"
+        )
+    measure(sweep, cell)
+
+
+def _gpus_seen() -> int:
+    """By torch, in a process of its own, whose import of it takes nothing from what is measured."""
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    return int(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
 
 
 def measure_on_slurm(sweep: Sweep, cells: Sequence[Cell], done: Callable[[Cell], None]) -> None:

@@ -108,6 +108,13 @@ class Sweep(Section):
             raise ValueError(f"variants are known by their names, and each has one: {names}")
         if self.testbed is None and any(variant.link for variant in self.variants):
             raise ValueError("a link is that of a node of a test cluster: wanted `testbed`")
+        for variant in self.variants or [ALONE]:
+            cluster = self.run_config(next(iter(self.models)), variant.name).cluster
+            if self.testbed is None and (cluster.kind == "slurm" or cluster.parts):
+                raise ValueError(
+                    "run.cluster: a sweep measures within one node, as a restart knows no other; "
+                    "`--cluster slurm` gives each cell one"
+                )
         if 0 < self.slurm.gpus_per_node < (most := self.most_at_once):
             raise ValueError(
                 f"slurm.gpus_per_node: {most} workers are there at once, with that of `replace`: "

@@ -11,12 +11,12 @@ import pytest
 from rich.console import Console
 
 from benchmarks.reconfigure import __main__ as command
-from benchmarks.reconfigure import links
+from benchmarks.reconfigure import array, links
 from benchmarks.reconfigure.cells import Rows, time_left_s
 from benchmarks.reconfigure.cells import measure as measure_cell
 from benchmarks.reconfigure.figures import figures, fitted, measured, result
 from benchmarks.reconfigure.live import rows as live_rows
-from benchmarks.reconfigure.sweep import Cell, Sweep, cells, load_sweep
+from benchmarks.reconfigure.sweep import ArraySection, Cell, Sweep, cells, load_sweep
 from liver_hpc.cli.check import check_run
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.host.process import CORES
@@ -164,6 +164,32 @@ def test_a_sweep_on_a_test_cluster_wants_to_be_inside(monkeypatch: pytest.Monkey
     monkeypatch.delenv("SLURM_CONF", raising=False)
     with pytest.raises(ConfigError, match="runs inside the test cluster 'bench'"):
         links.nodes(load_sweep(CONFIGS / "links.yaml"))
+
+
+@pytest.mark.parametrize("kind", ["auto", "slurm"])
+def test_a_sweep_of_a_run_on_several_nodes_is_refused(sweep: Sweep, kind: str) -> None:
+    """A restart would be on the machine that calls."""
+    component = {"name": "main", "partition": "gpu", "nodes": 4, "workers_per_node": 1}
+    run = {"cluster": {"kind": kind, "slurm": {"components": [component]}}}
+    values = sweep.model_dump(mode="json")
+    variants = [{"name": "here"}, {"name": "apart", "run": run}]
+    for other in ({"run": values["run"] | run}, {"variants": variants}):
+        with pytest.raises(ValueError, match="measures within one node"):
+            Sweep.model_validate(values | other)
+
+
+def test_a_task_whose_gpus_torch_does_not_see_measures_nothing(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Cell] = []
+    monkeypatch.setattr(array, "measure", lambda _sweep, cell: asked.append(cell))
+    monkeypatch.setattr(array, "clean_environment", dict)
+    cell = next(cells(sweep))
+    array.run_cell(sweep.model_dump_json(), cell.model_dump_json())
+    more = sweep.model_copy(update={"slurm": ArraySection(gpus_per_node=99)})
+    with pytest.raises(ConfigError, match="wanted 99, torch sees "):
+        array.run_cell(more.model_dump_json(), cell.model_dump_json())
+    assert asked == [cell]
 
 
 def test_a_replacement_that_also_moves_is_refused(sweep: Sweep, tmp_path: Path) -> None:
