@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.harness import BenchmarkResult, machine_kind, parser, reported
 from benchmarks.reconfigure.array import measure_on_slurm
-from benchmarks.reconfigure.cells import Rows, measure, time_left_s
+from benchmarks.reconfigure.cells import Rows, look_anew, measure, time_left_s
 from benchmarks.reconfigure.figures import result
 from benchmarks.reconfigure.sweep import Cell, Sweep, cells, load_sweep
 from liver_hpc.errors import LiverError
@@ -89,6 +89,7 @@ def run(sweep: Sweep, cluster: str, console: Console) -> list[Cell]:
 
 def _check_kept(rows: Rows, measured: Sequence[Cell]) -> None:
     """Rows lie elsewhere once the code is another one: raises LiverError."""
+    look_anew(rows.directory)
     if lost := [cell.name for cell in measured if rows.of(cell) is None]:
         raise LiverError(
             f"{rows.directory} has no rows of {', '.join(lost)}, which were measured just now: "

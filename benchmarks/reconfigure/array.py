@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.reconfigure.cells import Rows, measure
+from benchmarks.reconfigure.cells import Rows, look_anew, measure
 from benchmarks.reconfigure.sweep import Cell, Sweep
 from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.errors import ConfigError, LiverError
@@ -19,8 +19,9 @@ from liver_hpc.host.process import clean_environment
 _POLL_S = 2.0
 _COMMAND_S = 30.0
 _AWAY_S = 300.0
-_LOOKS = 5
-"""How often results are still looked for once the array is over."""
+_LOOKS = 40
+"""How often results are still looked for once the array is over: on NFS a directory may be seen as
+it was for a minute."""
 
 
 def run_cell(sweep_json: str, cell_json: str) -> None:
@@ -71,6 +72,7 @@ def _await_all(waiting: dict[Cell, Any], done: Callable[[Cell], None]) -> list[s
         # Before the results are looked for, so that the last ones are not missed; and on a shared
         # file system they may come a moment after the task's end.
         looks_left = _LOOKS if commands.jobs([array]) else looks_left - 1
+        look_anew(next(iter(waiting.values())).paths.folder)
         for cell, job in list(waiting.items()):
             if not job.paths.result_pickle.exists():
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -306,6 +307,40 @@ def test_a_sweep_whose_code_changes_meanwhile_is_no_result(
     monkeypatch.setattr(command, "measure_on_slurm", measure)
     with pytest.raises(LiverError, match=r"no rows of 25m-live-0.*was the code changed"):
         command.run(sweep, cluster, Console(quiet=True))
+
+
+def test_what_an_nfs_server_has_for_a_minute_is_not_missing(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 0.0
+    cell = next(cells(sweep))
+
+    class Waits:
+        def wait(self, seconds: float) -> None:
+            nonlocal now_s
+            now_s += seconds
+
+    looked: list[object] = []
+    paths = SimpleNamespace(
+        folder="folder", result_pickle=SimpleNamespace(exists=lambda: now_s >= 60.0)
+    )
+    job = SimpleNamespace(job_id="7_0", paths=paths, exception=lambda: None)
+    monkeypatch.setattr(array, "SlurmCommands", lambda *_: SimpleNamespace(jobs=lambda _ids: {}))
+    monkeypatch.setattr(array, "threading", SimpleNamespace(Event=Waits))
+    monkeypatch.setattr(array, "look_anew", looked.append)
+    done: list[Cell] = []
+    assert array._await_all({cell: job}, done.append) == []
+    assert done == [cell]
+    assert {*looked} == {"folder"}
+
+    def look(directory: Path) -> None:
+        assert directory == Rows(sweep).directory
+        for each in cells(sweep):
+            Rows(sweep).keep(each, [row()], 1.0)
+
+    monkeypatch.setattr(command, "measure_on_slurm", lambda *_: None)
+    monkeypatch.setattr(command, "look_anew", look)
+    command.run(sweep, "slurm", Console(quiet=True))
 
 
 def test_the_time_left_is_that_of_cells_of_the_same_kind() -> None:
