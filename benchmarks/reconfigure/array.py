@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -12,7 +13,7 @@ from typing import Any
 
 from benchmarks.reconfigure.cells import Rows, look_anew, measure
 from benchmarks.reconfigure.sweep import Cell, Sweep
-from liver_hpc.cluster.slurm.commands import SlurmCommands
+from liver_hpc.cluster.slurm.commands import SlurmCommands, SlurmError
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.host.process import clean_environment
 
@@ -26,11 +27,13 @@ it was for a minute."""
 
 def run_cell(sweep_json: str, cell_json: str) -> None:
     """What one task runs: a sweep's cell as on any machine, of which no process takes itself for
-    a part of the task's step. Raises ConfigError where torch sees fewer GPUs than are asked for:
-    workers would take the CPU."""
+    a part of the task's step; nothing, where it has been measured since. Raises ConfigError where
+    torch sees fewer GPUs than are asked for: workers would take the CPU."""
     for name in os.environ.keys() - clean_environment(os.environ).keys():
         del os.environ[name]
     sweep, cell = Sweep.model_validate_json(sweep_json), Cell.model_validate_json(cell_json)
+    if Rows(sweep).of(cell) is not None:
+        return
     if (wanted := sweep.slurm.gpus_per_node) and (seen := _gpus_seen()) < wanted:
         raise ConfigError(
             f"slurm.gpus_per_node: wanted {wanted}, torch sees {seen} on {socket.gethostname()}"
@@ -46,7 +49,8 @@ def _gpus_seen() -> int:
 
 def measure_on_slurm(sweep: Sweep, cells: Sequence[Cell], done: Callable[[Cell], None]) -> None:
     """Submits all cells, and waits for as long as the array is queued or runs. Raises LiverError
-    with all that failed, SlurmError when Slurm does not answer."""
+    with all that failed, SlurmError when Slurm does not answer. An array that is not waited for to
+    its end, as after Ctrl-C, is cancelled."""
     import submitit
 
     sweep = sweep.model_copy(update={"directory": sweep.directory.absolute()})
@@ -57,15 +61,20 @@ def measure_on_slurm(sweep: Sweep, cells: Sequence[Cell], done: Callable[[Cell],
         [sweep.model_dump_json()] * len(cells),
         [cell.model_dump_json() for cell in cells],
     )
-    failures = _await_all(dict(zip(cells, jobs, strict=True)), done)
+    array = jobs[0].job_id.partition("_")[0]
+    try:
+        failures = _await_all(array, dict(zip(cells, jobs, strict=True)), done)
+    except BaseException:
+        with contextlib.suppress(SlurmError):
+            SlurmCommands(_COMMAND_S, 0.0).cancel(array)
+        raise
     if failures:
         raise LiverError("\n".join(failures))
 
 
-def _await_all(waiting: dict[Cell, Any], done: Callable[[Cell], None]) -> list[str]:
+def _await_all(array: str, waiting: dict[Cell, Any], done: Callable[[Cell], None]) -> list[str]:
     """What went wrong, once there is a result of every task or Slurm knows the array no more."""
     commands, pause = SlurmCommands(_COMMAND_S, _AWAY_S), threading.Event()
-    array = next(iter(waiting.values())).job_id.partition("_")[0]
     failures: list[str] = []
     looks_left = _LOOKS
     while waiting and looks_left:

@@ -193,6 +193,49 @@ def test_a_task_whose_gpus_torch_does_not_see_measures_nothing(
     assert asked == [cell]
 
 
+def test_a_task_does_not_measure_what_another_array_has_measured(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Cell] = []
+    monkeypatch.setattr(array, "measure", lambda _sweep, cell: asked.append(cell))
+    monkeypatch.setattr(array, "clean_environment", dict)
+    first, second = [*cells(sweep)][:2]
+    Rows(sweep).keep(first, [row()], 1.0)
+    for cell in (first, second):
+        array.run_cell(sweep.model_dump_json(), cell.model_dump_json())
+    assert asked == [second]
+
+
+def test_an_array_is_cancelled_when_the_call_that_waits_for_it_is_interrupted(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Executor:
+        def __init__(self, folder: Path) -> None:
+            self.paths = SimpleNamespace(folder=folder)
+
+        def update_parameters(self, **_parameters: object) -> None: ...
+
+        def map_array(self, *_calls: object) -> list[SimpleNamespace]:
+            return [SimpleNamespace(job_id="7_0", paths=self.paths)]
+
+    cancelled: list[str] = []
+
+    class Commands:
+        def __init__(self, *_limits: float) -> None: ...
+
+        def jobs(self, _ids: list[str]) -> dict[str, object]:
+            raise KeyboardInterrupt
+
+        def cancel(self, job: str) -> None:
+            cancelled.append(job)
+
+    monkeypatch.setattr("submitit.SlurmExecutor", Executor)
+    monkeypatch.setattr(array, "SlurmCommands", Commands)
+    with pytest.raises(KeyboardInterrupt):
+        array.measure_on_slurm(sweep, [next(cells(sweep))], lambda _cell: None)
+    assert cancelled == ["7"]
+
+
 def test_a_replacement_that_also_moves_is_refused(sweep: Sweep, tmp_path: Path) -> None:
     text = (
         (CONFIGS / "local.yaml").read_text().replace("{pp: 2, dp: 2}, replace", "{dp: 4}, replace")
@@ -329,7 +372,7 @@ def test_what_an_nfs_server_has_for_a_minute_is_not_missing(
     monkeypatch.setattr(array, "threading", SimpleNamespace(Event=Waits))
     monkeypatch.setattr(array, "look_anew", looked.append)
     done: list[Cell] = []
-    assert array._await_all({cell: job}, done.append) == []
+    assert array._await_all("7", {cell: job}, done.append) == []
     assert done == [cell]
     assert {*looked} == {"folder"}
 
