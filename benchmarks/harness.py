@@ -67,7 +67,8 @@ class BenchmarkResult:
     figures: the claimed numbers. rows: one flat mapping a measurement, or a line of the table,
     all with the same keys. method: how it was measured, name -> words. spread: of figures or of
     whatever they were made of. repeats: the least number of repeats behind any figure. samples:
-    single measurements, which only the JSON shows.
+    single measurements, which only the JSON shows. machine: the `machine_facts` of what was
+    measured on; empty: of the one that reports.
     """
 
     name: str
@@ -77,6 +78,7 @@ class BenchmarkResult:
     spread: Mapping[str, Spread] = field(default_factory=dict)
     repeats: int = 1
     samples: Sequence[Row] = ()
+    machine: Mapping[str, str | int | float] = field(default_factory=dict)
 
 
 # ---- measuring
@@ -122,11 +124,10 @@ def machine_facts() -> dict[str, str | int | float]:
     return facts
 
 
-def machine_kind() -> str:
-    """What figures of one result may not mix: processor, its cores, accelerators."""
-    kind = f"{_processor()}, {len(os.sched_getaffinity(0))} cores"
-    accelerators = _accelerators()
-    return f"{kind}, {accelerators}" if accelerators else kind
+def machine_kind(facts: Mapping[str, str | int | float]) -> str:
+    """Of facts, what figures of one result may not mix: processor, its cores, accelerators."""
+    kind = f"{facts['processor']}, {facts['cores']} cores"
+    return f"{kind}, {facts['accelerators']}" if "accelerators" in facts else kind
 
 
 def software_digest(trees: Sequence[Path] = _OURS) -> str:
@@ -212,7 +213,7 @@ def document(result: BenchmarkResult) -> dict[str, Any]:
         {
             "name": result.name,
             "figures": dict(result.figures),
-            "machine": machine_facts(),
+            "machine": dict(result.machine) or machine_facts(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "method": dict(result.method),
             "repeats": result.repeats,

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.harness import BenchmarkResult, machine_kind, parser, reported
+from benchmarks.harness import BenchmarkResult, machine_facts, parser, reported
 from benchmarks.reconfigure.array import measure_on_slurm
 from benchmarks.reconfigure.cells import Rows, look_anew, measure, time_left_s
 from benchmarks.reconfigure.figures import result
@@ -70,7 +70,7 @@ def run(sweep: Sweep, cluster: str, console: Console) -> list[Cell]:
     missing = [cell for cell in wanted if rows.of(cell) is None]
     if len(missing) < len(wanted):
         console.print(f"{len(wanted) - len(missing)} of {len(wanted)} were measured before")
-    rows.check_machine(wanted, *([machine_kind()] if missing and cluster == "local" else []))
+    rows.check_machine(wanted, *([machine_facts()] if missing and cluster == "local" else []))
     parallel = sweep.slurm.parallel if cluster == "slurm" else 1
     with Bar(rows, wanted, parallel, console) as bar:
         bar.show("")

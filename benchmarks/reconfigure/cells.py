@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import machine_kind
+from benchmarks.harness import machine_facts, machine_kind
 from benchmarks.reconfigure import live, restarts
 from benchmarks.reconfigure.links import bounded
 from benchmarks.reconfigure.sweep import LIVE, Cell, Sweep
@@ -21,6 +21,7 @@ from liver_hpc.host.files import write_whole
 from liver_hpc.host.process import CORES
 
 Row = dict[str, Any]
+Facts = dict[str, str | int | float]
 
 
 class Rows:
@@ -48,13 +49,16 @@ class Rows:
         """The rows of those that are measured, in the order of the cells."""
         return [row for cell in cells for row in self.of(cell) or []]
 
-    def check_machine(self, cells: Iterable[Cell], *here: str) -> str:
-        """What the cells that are measured were measured on, and the machine `here`; nothing for
-        none. Raises LiverError where that is more than one kind of machine."""
-        kinds: dict[str, list[Path]] = defaultdict(list, {kind: [] for kind in here})
+    def check_machine(self, cells: Iterable[Cell], *here: Facts) -> Facts:
+        """The facts of a machine on which cells were measured, or of `here`; nothing for none.
+        Raises LiverError where all of them are more than one kind of machine."""
+        facts = {machine_kind(each): each for each in here}
+        kinds: dict[str, list[Path]] = defaultdict(list, {kind: [] for kind in facts})
         for cell in cells:
             if (found := self._read(cell)) is not None:
-                kinds[found["machine"]].append(self.path(cell))
+                kind = machine_kind(found["machine"])
+                facts.setdefault(kind, found["machine"])
+                kinds[kind].append(self.path(cell))
         if len(kinds) > 1:
             mixed = "; ".join(
                 f"{kind}: {', '.join(path.name for path in paths) or 'here'}"
@@ -64,7 +68,7 @@ class Rows:
                 f"{self.directory}: wanted cells of one kind of machine, got {mixed}; what files "
                 "are removed is measured again"
             )
-        return next(iter(kinds), "")
+        return next(iter(facts.values()), {})
 
     def failed(self, cell: Cell, why: str) -> None:
         """An attempt to measure the cell."""
@@ -90,7 +94,7 @@ class Rows:
     def keep(self, cell: Cell, rows: Sequence[Row], took_s: float) -> None:
         """From here on the cell is measured."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        found = {"took_s": took_s, "machine": machine_kind(), "rows": rows}
+        found = {"took_s": took_s, "machine": machine_facts(), "rows": rows}
         write_whole(self.path(cell), json.dumps(found, indent=1))
 
 

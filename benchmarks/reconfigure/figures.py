@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.baseline.methods import Method
 from benchmarks.baseline.phases import EXISTS
-from benchmarks.harness import BenchmarkResult, Spread
+from benchmarks.harness import BenchmarkResult, Spread, machine_kind
 from benchmarks.reconfigure.sweep import LIVE, Sweep
 
 LEAST_STEPS = 0.01
@@ -20,6 +20,7 @@ LEAST_SIZES = 3
 """Two points lie on a line whatever they mean."""
 
 Row = Mapping[str, Any]
+Facts = Mapping[str, str | int | float]
 
 
 @dataclass(frozen=True)
@@ -179,10 +180,11 @@ def _pairs(some: Sequence[Measured], others: Sequence[Measured]) -> list[tuple[M
 
 
 def result(
-    sweep: Sweep, rows: Sequence[Row], machine: str = "", failures: int = 0
+    sweep: Sweep, rows: Sequence[Row], machine: Facts | None = None, failures: int = 0
 ) -> BenchmarkResult:
-    """The sweep's result from all rows that there are, measured on a kind of machine, after so many
+    """The sweep's result from all rows that there are, measured on such a machine, after so many
     attempts that failed."""
+    machine = machine or {}
     variants = [variant.name for variant in sweep.variants] or [""]
     # The first is what is claimed of.
     rows = sorted(rows, key=lambda row: variants.index(row["variant"]))
@@ -228,7 +230,7 @@ def result(
         },
         rows=lines,
         samples=rows,
-        method={**_method(sweep), **({"machine": machine} if machine else {})},
+        method={**_method(sweep), **({"machine": machine_kind(machine)} if machine else {})},
         spread={
             **spreads(rows),
             **{
@@ -236,6 +238,7 @@ def result(
             },
         },
         repeats=min((m.lost_s.count for m in found), default=0),
+        machine=machine,
     )
 
 

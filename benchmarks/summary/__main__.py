@@ -139,6 +139,8 @@ def _comparison(result: Result) -> str:
             ]
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", f"Median (lowest to highest) of {result['repeats']} repeats, interleaved."]
+    if failed := result["figures"].get("failed_attempts"):
+        lines[-1] += f" Attempts to measure a cell that failed: {figure_text(failed)}."
     words = result["method"]
     lines += [f"{name.capitalize()}: {words[name]}." for name in WORDS if name in words]
     return "\n".join(lines)

@@ -7,18 +7,24 @@ _COSTS = {
     "cost_over_restart_max": "the same, worst transition",
 }
 
+_RATIOS = {
+    "speedup_min": "lost time of a restart over that of a handoff: least transition",
+    "speedup_median": "the same, median",
+    "existing_speedup_min": "the same where the checkpoint exists already, so saving is free",
+    **_COSTS,
+    "reconfiguration_over_restart_median": "notice to first step, of a handoff over a restart; "
+    "training goes on meanwhile in the first and stands in the second",
+    "reconfiguration_over_restart_max": "the same, worst transition",
+}
+
 FIGURES: dict[str, dict[str, str]] = {
     "reconfigure": {
-        "speedup_min": "lost time of a restart over that of a handoff: least transition",
-        "speedup_median": "the same, median",
-        "existing_speedup_min": "the same where the checkpoint exists already, so saving is free",
-        **_COSTS,
-        "reconfiguration_over_restart_median": "notice to first step, of a handoff over a restart; "
-        "training goes on meanwhile in the first and stands in the second",
-        "reconfiguration_over_restart_max": "the same, worst transition",
+        **_RATIOS,
         "lost_steps_max_25m": "largest median lost time of a handoff in steps, 25M parameters",
         "lost_steps_max_100m": "the same, 100M parameters",
     },
+    "reconfigure-gpu": {name: f"{words}; on GPUs" for name, words in _RATIOS.items()},
+    "reconfigure-slurm": {name: f"{words}; on a cluster" for name, words in _RATIOS.items()},
     "reconfigure-apart": {
         **{name: f"{words}, a core for each worker" for name, words in _COSTS.items()},
         "lost_steps_max_25m": "largest median lost time of a handoff in steps, 25M parameters, a "

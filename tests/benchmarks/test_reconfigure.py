@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from benchmarks.harness import report
 from benchmarks.reconfigure import __main__ as command
 from benchmarks.reconfigure import array, links
 from benchmarks.reconfigure.cells import Rows, time_left_s
@@ -27,6 +29,7 @@ from tests.unit.report.rows import crossing, reconfiguration, step
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "bench"
 RESTART = "dist_checkpointing"
+NODE = {"processor": "EPYC", "cores": 64, "memory_bytes": 2**40, "accelerators": "H100"}
 
 
 @pytest.fixture
@@ -280,7 +283,7 @@ def test_measured_cells_are_skipped_and_a_failure_keeps_the_others(
 
 
 def test_a_sweep_does_not_go_on_on_another_kind_of_machine(
-    sweep: Sweep, monkeypatch: pytest.MonkeyPatch
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def measure(sweep: Sweep, cell: Cell) -> None:
         Rows(sweep).keep(cell, [row(size=cell.size, method=cell.method)], 1.0)
@@ -289,8 +292,8 @@ def test_a_sweep_does_not_go_on_on_another_kind_of_machine(
     monkeypatch.setattr(command, "measure", measure)
     measure(sweep, wanted[0])
     for module in ("cells", "__main__"):
-        monkeypatch.setattr(f"benchmarks.reconfigure.{module}.machine_kind", lambda: "another kind")
-    with pytest.raises(LiverError, match=r"got another kind: here; .* cores: 25m-live-0\.json; "):
+        monkeypatch.setattr(f"benchmarks.reconfigure.{module}.machine_facts", lambda: NODE)
+    with pytest.raises(LiverError, match=r"got EPYC.*H100: here; .* cores: 25m-live-0\.json; "):
         command.run(sweep, "local", Console(quiet=True))
     monkeypatch.setattr(command, "measure_on_slurm", lambda *_: measure(sweep, wanted[1]))
     monkeypatch.setattr(command, "load_sweep", lambda *_: sweep)
@@ -298,7 +301,11 @@ def test_a_sweep_does_not_go_on_on_another_kind_of_machine(
     assert command.main(["--cluster", "slurm"]) == 1, "the nodes are of two kinds"
     Rows(sweep).path(wanted[0]).unlink()
     assert command.run(sweep, "local", Console(quiet=True)) == wanted[:2]
-    assert Rows(sweep).check_machine(wanted) == "another kind"
+    assert Rows(sweep).check_machine(wanted) == NODE
+    json_path = tmp_path / "r.json"
+    monkeypatch.undo()
+    report(result(sweep, [row()], NODE), json_path, Console(quiet=True))
+    assert json.loads(json_path.read_text())["machine"] == NODE, "not what asked for it"
 
 
 def test_attempts_that_fail_are_counted_also_where_the_next_one_does_not(
@@ -316,9 +323,9 @@ def test_attempts_that_fail_are_counted_also_where_the_next_one_does_not(
     measure_cell(sweep, cell)
     rows = Rows(sweep)
     assert rows.failures(cells(sweep)) == 1
-    found = result(sweep, rows.all_of([cell]), "some machine", rows.failures([cell]))
+    found = result(sweep, rows.all_of([cell]), NODE, rows.failures([cell]))
     assert found.figures["failed_attempts"] == 1
-    assert found.method["machine"] == "some machine"
+    assert found.method["machine"] == "EPYC, 64 cores, H100"
 
 
 def test_rows_of_another_sweep_are_not_taken(sweep: Sweep) -> None:

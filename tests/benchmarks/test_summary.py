@@ -98,6 +98,23 @@ def test_figures_that_there_are_words_for_exist(sweep_json: Path) -> None:
     }
 
 
+def test_a_sweep_is_told_with_its_machine_and_the_attempts_that_failed(
+    sweep_json: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = json.loads(sweep_json.read_text(encoding="utf-8"))
+    assert main([str(sweep_json)]) == 0
+    assert "failed" not in capsys.readouterr().out
+    document["name"] = "reconfigure-slurm"
+    document["figures"]["failed_attempts"] = 3.0
+    document["machine"] = {"processor": "EPYC", "cores": 64, "memory_bytes": 2**40}
+    sweep_json.write_text(json.dumps(document), encoding="utf-8")
+    assert main([str(sweep_json)]) == 0
+    text = capsys.readouterr().out
+    assert "Measured on: EPYC, 64 cores, 1024 GiB" in text
+    assert " Attempts to measure a cell that failed: 3." in text
+    assert "| `speedup_min` | 400.2 |" in text
+
+
 def test_transitions_are_counted_by_axis_and_by_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
