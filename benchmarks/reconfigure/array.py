@@ -38,7 +38,7 @@ def run_cell(sweep_json: str, cell_json: str) -> None:
         raise ConfigError(
             f"slurm.gpus_per_node: wanted {wanted}, torch sees {seen} on {socket.gethostname()}"
         )
-    measure(sweep, cell)
+    measure(sweep, cell, sweep.slurm.parallel)
 
 
 def _gpus_seen() -> int:

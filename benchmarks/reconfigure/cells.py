@@ -105,8 +105,9 @@ def look_anew(directory: Path) -> None:
         directory.chmod(directory.stat().st_mode)
 
 
-def measure(sweep: Sweep, cell: Cell) -> None:
-    """Measures one cell and keeps its rows. Raises LiverError when that fails."""
+def measure(sweep: Sweep, cell: Cell, array: int = 0) -> None:
+    """Measures one cell, in an array of so many tasks at a time or in none, and keeps its rows.
+    Raises LiverError when that fails."""
     begun_s = time.monotonic()
     try:
         with _cores(sweep), bounded(sweep, cell):
@@ -116,7 +117,7 @@ def measure(sweep: Sweep, cell: Cell) -> None:
     except Exception as error:
         Rows(sweep).failed(cell, f"{type(error).__name__}: {error}")
         raise
-    kept = [{**row, "variant": cell.variant} for row in rows]
+    kept = [{**row, "variant": cell.variant, "array": array} for row in rows]
     Rows(sweep).keep(cell, kept, time.monotonic() - begun_s)
 
 

@@ -230,7 +230,10 @@ def result(
         },
         rows=lines,
         samples=rows,
-        method={**_method(sweep), **({"machine": machine_kind(machine)} if machine else {})},
+        method={
+            **_method(sweep, max((row.get("array", 0) for row in rows), default=0)),
+            **({"machine": machine_kind(machine)} if machine else {}),
+        },
         spread={
             **spreads(rows),
             **{
@@ -242,7 +245,7 @@ def result(
     )
 
 
-def _method(sweep: Sweep) -> dict[str, str]:
+def _method(sweep: Sweep, array: int) -> dict[str, str]:
     words = {
         "lost time": "end of the source's last step to the end of the target's first, less the "
         "target's median step; the same for a handoff and a restart",
@@ -265,6 +268,16 @@ def _method(sweep: Sweep) -> dict[str, str]:
         "floor": f"a handoff's lost time counts as at least {LEAST_STEPS:g} step in ratios",
         "order": "all sizes, variants and methods once, then once more the other way round",
     }
+    if array:
+        words["array"] = (
+            f"cells were tasks of a Slurm array, {array} at a time, each alone on a node"
+        )
+    if array > 1:
+        del words["order"]
+        words["array"] += (
+            ": those of one round ran side by side and did not take turns, and restarts that saved "
+            "and loaded at the same time shared the storage, which no handoff uses"
+        )
     if Method.MEGATRON_WARM in sweep.methods:
         words["warm"] = (
             "the next layout's processes have been there before the request, with everything "

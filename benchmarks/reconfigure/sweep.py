@@ -39,7 +39,8 @@ class Transition(Section):
 class ArraySection(Section):
     """How cells become a Slurm job array: one task a cell, on a node of its own.
 
-    parallel: tasks at a time; on nodes of one kind as many as there are nodes.
+    parallel: tasks at a time, on nodes of one kind; with several, restarts share the storage of
+    `directory`, which no handoff uses, and cells do not take turns.
     """
 
     partition: str | None = None

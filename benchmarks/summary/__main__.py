@@ -26,7 +26,7 @@ VERSIONS = ("torch", "megatron-core")
 
 WORDS = (
     *("lost time", "cost", "restart", "exists", "warm", "floor"),
-    *("cores", "variants", "storage", "links"),
+    *("array", "cores", "variants", "storage", "links"),
 )
 
 Result = Mapping[str, Any]
@@ -138,10 +138,11 @@ def _comparison(result: Result) -> str:
                 f"{ready}{restart['notice_to_first_step_s']:.1f}",
             ]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", f"Median (lowest to highest) of {result['repeats']} repeats, interleaved."]
+    words = result["method"]
+    turns = ", interleaved" if "order" in words else ""
+    lines += ["", f"Median (lowest to highest) of {result['repeats']} repeats{turns}."]
     if failed := result["figures"].get("failed_attempts"):
         lines[-1] += f" Attempts to measure a cell that failed: {figure_text(failed)}."
-    words = result["method"]
     lines += [f"{name.capitalize()}: {words[name]}." for name in WORDS if name in words]
     return "\n".join(lines)
 

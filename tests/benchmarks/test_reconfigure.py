@@ -63,6 +63,7 @@ def test_every_run_of_the_shipped_sweeps_passes_the_checks(path: Path) -> None:
     sweep = load_sweep(path)
     assert sweep.name == {"local": "reconfigure"}.get(path.stem, f"reconfigure-{path.stem}")
     assert sweep.slurm.gpus_per_node in (0, 8)
+    assert sweep.slurm.parallel == 1
     for size, variant in {(cell.size, cell.variant) for cell in cells(sweep)}:
         config = sweep.run_config(size, variant)
         check_run(config, gpt_recipe(config), [])
@@ -186,7 +187,7 @@ def test_a_task_whose_gpus_torch_does_not_see_measures_nothing(
     sweep: Sweep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Cell] = []
-    monkeypatch.setattr(array, "measure", lambda _sweep, cell: asked.append(cell))
+    monkeypatch.setattr(array, "measure", lambda _sweep, cell, _array: asked.append(cell))
     monkeypatch.setattr(array, "clean_environment", dict)
     cell = next(cells(sweep))
     array.run_cell(sweep.model_dump_json(), cell.model_dump_json())
@@ -200,7 +201,7 @@ def test_a_task_does_not_measure_what_another_array_has_measured(
     sweep: Sweep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Cell] = []
-    monkeypatch.setattr(array, "measure", lambda _sweep, cell: asked.append(cell))
+    monkeypatch.setattr(array, "measure", lambda _sweep, cell, _array: asked.append(cell))
     monkeypatch.setattr(array, "clean_environment", dict)
     first, second = [*cells(sweep)][:2]
     Rows(sweep).keep(first, [row()], 1.0)
@@ -326,6 +327,24 @@ def test_attempts_that_fail_are_counted_also_where_the_next_one_does_not(
     found = result(sweep, rows.all_of([cell]), NODE, rows.failures([cell]))
     assert found.figures["failed_attempts"] == 1
     assert found.method["machine"] == "EPYC, 64 cores, H100"
+
+
+@pytest.mark.parametrize("parallel", [0, 1, 4])
+def test_the_result_says_how_many_tasks_of_an_array_ran_at_a_time(
+    parallel: int, sweep: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.reconfigure.live.measure", lambda *_: [row()])
+    monkeypatch.setattr(array, "clean_environment", dict)
+    cell = next(cells(sweep))
+    if parallel:
+        sweep = sweep.model_copy(update={"slurm": ArraySection(parallel=parallel)})
+        array.run_cell(sweep.model_dump_json(), cell.model_dump_json())
+    else:
+        measure_cell(sweep, cell)
+    words = result(sweep, Rows(sweep).all_of([cell])).method
+    assert ("array" in words, "order" in words) == (parallel > 0, parallel < 2)
+    assert f"{parallel} at a time" in words.get("array", "0 at a time")
+    assert ("shared the storage" in words.get("array", "")) == (parallel > 1)
 
 
 def test_rows_of_another_sweep_are_not_taken(sweep: Sweep) -> None:

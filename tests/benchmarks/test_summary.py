@@ -103,7 +103,11 @@ def test_a_sweep_is_told_with_its_machine_and_the_attempts_that_failed(
 ) -> None:
     document = json.loads(sweep_json.read_text(encoding="utf-8"))
     assert main([str(sweep_json)]) == 0
-    assert "failed" not in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "failed" not in text
+    assert "of 2 repeats, interleaved." in text
+    del document["method"]["order"]
+    document["method"]["array"] = "tasks, 4 at a time"
     document["name"] = "reconfigure-slurm"
     document["figures"]["failed_attempts"] = 3.0
     document["machine"] = {"processor": "EPYC", "cores": 64, "memory_bytes": 2**40}
@@ -111,7 +115,8 @@ def test_a_sweep_is_told_with_its_machine_and_the_attempts_that_failed(
     assert main([str(sweep_json)]) == 0
     text = capsys.readouterr().out
     assert "Measured on: EPYC, 64 cores, 1024 GiB" in text
-    assert " Attempts to measure a cell that failed: 3." in text
+    assert "Array: tasks, 4 at a time." in text
+    assert "of 2 repeats. Attempts to measure a cell that failed: 3." in text
     assert "| `speedup_min` | 400.2 |" in text
 
 
