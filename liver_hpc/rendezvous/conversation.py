@@ -292,16 +292,17 @@ class Line:
                     why = error
             if self._has_ended():
                 raise ChannelClosed(f"the run has ended: {lost}")
-            if limit.expired():
-                raise ChannelClosed(f"{limit.error()} after {lost}; the last: {why}")
-            if patience.expired():
+            if patience.expired() or limit.expired():
                 before, sign = sign, last_sign(self._run.path)
-                if before == sign is not None:  # else the way to it is broken, and it lives
-                    missed += 1
-                    self.missed(missed)
-                elif sign is not None and sign[0] > self._epoch:  # it reads what there is
+                begins = before != sign is not None and sign[0] > self._epoch
+                if begins and not longest.expired():  # it reads what there is
                     left_s = min(coordinator_s, longest.remaining_s())
                     limit = Deadline.after(self._clock, left_s, limit.waits_for)
+                elif limit.expired():
+                    raise ChannelClosed(f"{limit.error()} after {lost}; the last: {why}")
+                elif before == sign is not None:  # else the way to it is broken, and it lives
+                    missed += 1
+                    self.missed(missed)
                 patience = Deadline.after(self._clock, patience_s, patience.waits_for)
             self._closing.wait(_AGAIN_S)
         raise ChannelClosed(str(lost))
