@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import os
 import resource
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 ENOUGH = 65_536
 """Of a hard limit without bounds no more is taken: children inherit it, and some close them all."""
@@ -58,6 +61,25 @@ def take_core(place: int) -> None:
     cores = [int(core) for core in os.environ.get(CORES, "").split(",") if core]
     if cores:
         os.sched_setaffinity(0, {cores[place % len(cores)]})
+
+
+def drop_unwritable_output() -> None:
+    """From now on what this process prints and cannot write, as onto a disk that is full, is
+    dropped: neither `print` nor a flush raises OSError."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        output = io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False))
+        by_line = stream.line_buffering or stream.write_through
+        text = io.TextIOWrapper(output, stream.encoding, stream.errors, line_buffering=by_line)
+        setattr(sys, name, text)
+
+
+class _Output(io.FileIO):
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
 
 
 def quiet_thread(target: Callable[[], None], name: str) -> threading.Thread:

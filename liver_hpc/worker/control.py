@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import os
@@ -236,6 +235,5 @@ def leave(status: int) -> NoReturn:
     """Ends the process at once; neither blocked collectives nor native threads hold it up."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # its file is on a disk that is full
-            stream.flush()
+        stream.flush()
     os._exit(status)

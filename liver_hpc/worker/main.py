@@ -25,7 +25,7 @@ from liver_hpc.cluster.network import (
 )
 from liver_hpc.config.load import load_run
 from liver_hpc.host.affinity import bind_process, local_cpus, share_of_cpus
-from liver_hpc.host.process import CORES, collector_paused, take_core
+from liver_hpc.host.process import CORES, collector_paused, drop_unwritable_output, take_core
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.recipes.base import put_first_on_path
 from liver_hpc.rendezvous.local import BOOTED, WorkersEnd
@@ -47,6 +47,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     parser.add_argument("--run-directory", type=Path, required=True)
     parser.add_argument("--layout", required=True, help="layout to rehearse, as tp2 pp1 dp2")
     options = parser.parse_args(arguments)
+    drop_unwritable_output()
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s [%(threadName)s] %(message)s"
     )
