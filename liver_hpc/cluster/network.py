@@ -192,6 +192,11 @@ def nccl_log_path(
     return Path(given.replace("%h", facts.host.partition(".")[0]).replace("%p", str(pid)))
 
 
+def is_own_nccl_log(path: str) -> bool:
+    """Whether `nccl_log_path` names a log so where the environment names none."""
+    return Path(path).match("logs/nccl-*.log")
+
+
 def _nccl_interfaces(given: str, facts: NodeFacts) -> str:
     """Plain names mean just these interfaces; to NCCL they would be the beginnings of names."""
     if given.startswith("^"):

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from liver_hpc.clock import Deadline, SystemClock
-from liver_hpc.cluster.network import GLOO_INTERFACE, NCCL_LOG
+from liver_hpc.cluster.network import GLOO_INTERFACE, NCCL_LOG, is_own_nccl_log
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.host.interfaces import interface_addresses, interface_holding
 from liver_hpc.host.process import quiet_thread
@@ -46,6 +46,8 @@ NCCL_CONDITIONS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
 """What torch is told in a worker, whatever the environment says: no recovery goes without."""
+NCCL_LOG_BYTES = 4 * 2**20
+"""So much that was read is left in a log of NCCL."""
 NCCL_SETTINGS = {
     # All paths of a group are opened while it connects, beside training; else each is when it is
     # first used, which is in the first step of a world that has taken over.
@@ -390,7 +392,7 @@ class Network:
         self._interfaces = [name for name in names if name]
         self._log_path = os.environ.get(NCCL_LOG)
         self._log = NcclLog()
-        self._log_offset = 0
+        self._log_begin = self._log_offset = 0
         self._chosen: WeakKeyDictionary[Any, Chosen] = WeakKeyDictionary()
         self._streams = streams_of(device.torch_device)
 
@@ -487,7 +489,11 @@ class Network:
         return f"{interface_holding(self._hostname, held) or '?'}/{self._hostname}"
 
     def _newly_logged(self) -> str:
-        """What NCCL has logged since the last call."""
+        """What NCCL has logged since the last call.
+
+        A log of the run's own is emptied once it is long. NCCL goes on behind what was there: the
+        file has a hole then, and takes as much of the disk as what follows.
+        """
         if not self._log_path:
             return ""
         try:
@@ -497,4 +503,8 @@ class Network:
         except OSError:
             return ""
         self._log_offset += len(data)
+        if self._log_offset - self._log_begin > NCCL_LOG_BYTES and is_own_nccl_log(self._log_path):
+            with contextlib.suppress(OSError):
+                os.truncate(self._log_path, 0)
+                self._log_begin = self._log_offset
         return data.decode("utf-8", "replace")

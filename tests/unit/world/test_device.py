@@ -11,14 +11,23 @@ import sys
 import threading
 import weakref
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from liver_hpc.cluster.network import NCCL_LOG
 from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.world.device import NCCL_CONDITIONS, NCCL_SETTINGS, Device, Room, open_device
+from liver_hpc.world.device import (
+    NCCL_CONDITIONS,
+    NCCL_LOG_BYTES,
+    NCCL_SETTINGS,
+    Device,
+    Room,
+    open_device,
+)
 from tests.late_device import LateDevice, LateNetwork, Machines
 
 VARIABLES = (*NCCL_CONDITIONS, *NCCL_SETTINGS, "NCCL_HOSTID")
@@ -168,6 +177,23 @@ def test_who_waits_for_a_peer_that_does_not_come_is_freed_with_the_store(
     with pytest.raises(LiverError, match="the store is closed"):
         network.open_backend(store, 0, 2, 60.0, "workers [0, 3]")
     assert backend.aborted
+
+
+@pytest.mark.parametrize(("name", "is_cut"), [("nccl-n1-7.log", True), ("mine.log", False)])
+def test_a_long_log_of_nccl_is_read_once_and_cut(
+    name: str, is_cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "logs" / name
+    path.parent.mkdir()
+    monkeypatch.setenv(NCCL_LOG, str(path))
+    network = LateNetwork(LateDevice(Machines(), 0))
+    with path.open("w", buffering=1) as nccl:  # which goes on where it was
+        for text in ("one\n", "two\n" * (NCCL_LOG_BYTES // 4), "three\n", "four\n"):
+            nccl.write(text)
+            assert network._newly_logged() == text
+    taken_bytes = path.stat().st_blocks * 512
+    assert (taken_bytes < NCCL_LOG_BYTES // 8) == is_cut
+    assert path.read_text().lstrip("\0").startswith("three" if is_cut else "one")
 
 
 @pytest.mark.parametrize("fails", [False, True])
