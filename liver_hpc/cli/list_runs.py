@@ -20,7 +20,7 @@ from liver_hpc.cluster.slurm.run_job import RunJob, noted_job_id, own_job
 from liver_hpc.errors import LiverError
 from liver_hpc.report.wording import NOTHING, duration_text, layout_text
 from liver_hpc.run.directory import RunDirectory, runs_in
-from liver_hpc.run.entries import JOURNAL_FILE, last_step
+from liver_hpc.run.entries import JOURNAL_FILE, Entry, last_entry, last_step
 from liver_hpc.run.outcome import Outcome, WorldNote
 
 STARTING, TRAINING, WAITING, LOST = "starting", "training", "waiting for Slurm", "lost"
@@ -128,8 +128,10 @@ class _Files:
         if self.outcome is not None:
             state, reason = self.outcome.state, self.outcome.reason
             return replace(run, state=state, reason=reason, step=self.outcome.step)
-        if (newest := last_step(self.run.path / JOURNAL_FILE)) is not None:
-            run = replace(run, step=newest.event["step"] + 1, last_step_s=newest.at_s)
+        journal = self.run.path / JOURNAL_FILE
+        if (newest := last_step(journal)) is not None:
+            recorded_s = _recorded_s(journal, newest)
+            run = replace(run, step=newest.event["step"] + 1, last_step_s=recorded_s)
         try:
             state, reason = self._state(jobs)
         except (LiverError, OSError) as error:
@@ -170,6 +172,17 @@ def _kind(run: RunDirectory) -> str:
         if found := _KIND.search(run.config_path.read_text(encoding="utf-8")):
             return found[1]
     return run.config().cluster.kind
+
+
+def _recorded_s(journal: Path, step: Entry) -> float:
+    """When a step was recorded, in epoch seconds: by the file's own time, for the clock of whoever
+    wrote it does not see that a machine sleeps."""
+    newest = last_entry(journal)
+    since_s = newest.at_s - step.at_s if newest is not None else 0.0
+    try:
+        return journal.stat().st_mtime - since_s
+    except OSError:
+        return step.at_s
 
 
 def _cells(run: ListedRun, now_s: float) -> tuple[str, ...]:

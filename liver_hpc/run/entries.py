@@ -182,6 +182,16 @@ def last_step(path: Path) -> Entry | None:
     """The newest training step, looked for near the journal's end alone: however long a run goes
     on, this reads 256 KiB at most. None where there is no step in these, or it is damaged.
     """
+    return _newest(path, b'"event":{"type":"%s"' % STEP_DONE.encode())
+
+
+def last_entry(path: Path) -> Entry | None:
+    """The newest entry of all, where it is no longer than that, and not damaged."""
+    return _newest(path, b"\n")
+
+
+def _newest(path: Path, mark: bytes) -> Entry | None:
+    """The last entry whose line has a mark."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
@@ -189,7 +199,7 @@ def last_step(path: Path) -> Entry | None:
     except OSError:
         return None
     end = tail.rfind(b"\n") + 1
-    at = tail.rfind(b'"event":{"type":"%s"' % STEP_DONE.encode(), 0, end)
+    at = tail.rfind(mark, 0, end)
     line = tail[tail.rfind(b"\n", 0, max(at, 0)) + 1 : tail.find(b"\n", max(at, 0)) + 1]
     try:
         return next(decode([line], str(path))) if at >= 0 else None

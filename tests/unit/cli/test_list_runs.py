@@ -86,9 +86,10 @@ def test_a_run_that_trains_is_as_far_as_its_journal() -> None:
     assert (only().state, only().step) == ("training", 5)  # of world.json: no step is recorded yet
     line = step_done(0, 6, 1001.0)
     (run.path / JOURNAL_FILE).write_bytes(line + encode(1, 1002.0, {"type": "tick"}) + line[:20])
+    os.utime(run.path / JOURNAL_FILE, (5002.0,) * 2)  # the machine has slept since it began
     found = only()
     assert (found.state, found.step, found.steps) == ("training", 7, 10)
-    assert (found.layout, found.workers, found.last_step_s) == ("tp2 pp1 dp2", 4, 1001.0)
+    assert (found.layout, found.workers, found.last_step_s) == ("tp2 pp1 dp2", 4, 5001.0)
 
 
 def test_of_a_long_journal_the_tail_alone_is_read() -> None:
