@@ -15,6 +15,9 @@ PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "openmetrics": "prom
 
 LOSS = "train/loss"
 
+SHARE = 20.0
+"""Figures are as old as this many times what deriving them takes."""
+
 
 @dataclass(frozen=True)
 class Point:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from liver_hpc.clock import SystemClock
+from liver_hpc.clock import Clock, SystemClock
 from liver_hpc.config.load import load_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
@@ -26,7 +26,7 @@ from liver_hpc.host.files import file_lock, write_whole
 from liver_hpc.report.derive import RunFigures, run_figures
 from liver_hpc.run.entries import JOURNAL_FILE, Entry, JournalReader
 from liver_hpc.run.outcome import open_log, write_private_json
-from liver_hpc.tracking.base import Mark, Point, Tracker, wanted_by
+from liver_hpc.tracking.base import SHARE, Mark, Point, Tracker, wanted_by
 from liver_hpc.tracking.course import Course
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ GATHER_S = 0.5
 CLOSE_S = 30.0
 """So long it may live once nobody wants it any more: a tracker may have to send."""
 GOODPUT_S = 30.0
-"""So often the goodput is derived for trackers, and at the end."""
+"""So often, at the most, the goodput is derived for trackers; and at the end."""
 
 
 class Stands(NamedTuple):
@@ -64,12 +64,12 @@ class Following:
         self._reader = JournalReader(self._journal)
         self._course = Course()
         self._lock = threading.Lock()  # of the course
-        self._clock = SystemClock()
+        self._clock: Clock = SystemClock()
         self._last = -1
         self._journal_s = 0.0
         self._trackers: dict[str, Tracker] = {}
         self._wanted = wanted_by(config.tracking)
-        self._told_s = self._clock.now_s()
+        self._next_s = self._clock.now_s() + GOODPUT_S
         self._run_id = ""
 
     def figures(self) -> RunFigures:
@@ -109,9 +109,10 @@ class Following:
                 for name in [*self._trackers]:
                     self._tell(name, what)
         now_s = self._clock.now_s()
-        if self._trackers and (last or now_s - self._told_s >= GOODPUT_S):
+        if self._trackers and (last or now_s >= self._next_s):
             goodput = self.figures().goodput
-            self._told_s = self._clock.now_s()
+            derived_s = self._clock.now_s()
+            self._next_s = derived_s + max(GOODPUT_S, SHARE * (derived_s - now_s))
             if goodput == goodput:
                 point = Point(self._course.step, now_s, {"run/goodput": goodput})
                 for name in [*self._trackers]:

@@ -17,14 +17,12 @@ from liver_hpc.config.schema import OpenMetricsSection
 from liver_hpc.report.derive import RunFigures
 from liver_hpc.run.outcome import write_private_json
 from liver_hpc.run.secret import create_secret, read_secret
-from liver_hpc.tracking.base import Mark, Point, Tracker
+from liver_hpc.tracking.base import SHARE, Mark, Point, Tracker
 from liver_hpc.tracking.course import RECIPES
 from liver_hpc.tracking.endpoint import Endpoint
 
 ADDRESS_FILE = "openmetrics.json"
 TOKEN_FILE = "openmetrics-token"
-SHARE = 20.0
-"""Figures are as old as this many times what deriving them takes."""
 
 
 class OpenMetrics(Tracker):
@@ -48,7 +46,7 @@ class OpenMetrics(Tracker):
         self._newest: dict[str, float] = {}
         self._step = 0
         self._changed = True
-        self._text = b""
+        self._derived: list[Metric] = []
         self._next_s = 0.0
         self._endpoint = Endpoint(
             (section.host, section.port), secret.hex(), self.text, CONTENT_TYPE_LATEST
@@ -75,16 +73,15 @@ class OpenMetrics(Tracker):
         self._endpoint.close()
 
     def text(self) -> bytes:
-        """The answer, from any thread."""
+        """The answer, from any thread: what was told last, and figures that may be older."""
         with self._lock:
             if self._changed and time.monotonic() >= self._next_s:
                 self._changed = False
                 begun_s = time.monotonic()
-                families = [*self._of_points(), *of_figures(self._figures())]
-                self._text = exposed(families, self._run_name)
+                self._derived = [*of_figures(self._figures())]
                 now_s = time.monotonic()
                 self._next_s = now_s + SHARE * (now_s - begun_s)
-            return self._text
+            return exposed([*self._of_points(), *self._derived], self._run_name)
 
     def _of_points(self) -> Iterator[Metric]:
         yield gauge("liver_steps_done", "Training steps that are done.", self._step)

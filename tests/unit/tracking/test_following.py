@@ -6,6 +6,7 @@ import json
 import math
 import stat
 import struct
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from liver_hpc.clock import FakeClock
 from liver_hpc.config.load import dump_run, load_run
-from liver_hpc.config.schema import RunConfig
-from liver_hpc.report.derive import run_figures
+from liver_hpc.config.schema import OpenMetricsSection, RunConfig
+from liver_hpc.report.derive import RunFigures, run_figures
 from liver_hpc.report.store import read_run
 from liver_hpc.run.actions import Record
 from liver_hpc.run.codec import encode
@@ -172,6 +174,46 @@ def test_openmetrics_says_what_the_report_says(tmp_path: Path) -> None:
         ("n3", 2)
     ]
     assert not any(math.isnan(value) for value in values.values())
+
+
+def test_figures_that_take_long_keep_nothing_else_back(tmp_path: Path) -> None:
+    openmetrics = pytest.importorskip("liver_hpc.tracking.openmetrics")
+    section, derived = OpenMetricsSection(), [0]
+
+    def figures() -> RunFigures:
+        derived[0] += 1
+        time.sleep(0.3)
+        return run_figures(read_run(tmp_path))
+
+    append(tmp_path, [*entries(STARTED), *steps(0, 1)])
+    tracker = openmetrics.OpenMetrics(section, tmp_path, "toy", figures)
+    for step in (7, 8):
+        tracker.take(Point(step, 1.0, {}))
+        assert f'liver_steps_done{{run="toy"}} {step}.0' in tracker.text().decode()
+    tracker.close()
+    assert derived == [1]
+
+
+def test_goodput_has_a_share_of_the_time(
+    tmp_path: Path, listening: list[Listening], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append(tmp_path, [*entries(STARTED), *steps(0, 1)])
+    following = Following(tmp_path, config_of(tensorboard={}), pytest.fail)
+    following._clock = clock = FakeClock(following._next_s)
+    following.open()
+    figures, derived_s = following.figures(), []
+
+    def long_figures() -> RunFigures:
+        derived_s.append(clock.now_s())
+        clock.advance(10.0)
+        return figures
+
+    monkeypatch.setattr(following, "figures", long_figures)
+    for _ in range(300):
+        following.look()
+        clock.advance(1.0)
+    first_s, second_s = derived_s
+    assert second_s - first_s == 210.0
 
 
 def test_runs_with_one_directory_keep_their_curves_and_a_resume_goes_on_with_its_own(
