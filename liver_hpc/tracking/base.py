@@ -15,6 +15,9 @@ PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "openmetrics": "prom
 
 LOSS = "train/loss"
 
+HAS_FAILED = "tracking has failed: "
+"""So the process begins its last words."""
+
 SHARE = 20.0
 """Figures are as old as this many times what deriving them takes."""
 

@@ -26,7 +26,7 @@ from liver_hpc.host.files import file_lock, write_whole
 from liver_hpc.report.derive import RunFigures, run_figures
 from liver_hpc.run.entries import JOURNAL_FILE, Entry, JournalReader
 from liver_hpc.run.outcome import open_log, write_private_json
-from liver_hpc.tracking.base import SHARE, Mark, Point, Tracker, wanted_by
+from liver_hpc.tracking.base import HAS_FAILED, SHARE, Mark, Point, Tracker, wanted_by
 from liver_hpc.tracking.course import Course
 
 log = logging.getLogger(__name__)
@@ -246,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         follow(run_directory, sys.stdin.fileno(), say)
     except (LiverError, OSError) as error:
         log.exception("tracking ends")
-        say(f"tracking has failed: {error}")
+        say(f"{HAS_FAILED}{error}")
         return 1
     return 0
 

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from liver_hpc.clock import SystemClock
+from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.config.load import dump_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.performer import Services
@@ -82,6 +82,35 @@ def test_one_that_fails_is_noted_once_and_stops_nothing(tmp_path: Path) -> None:
     (note,) = notes
     assert note.startswith("tracking.tensorboard has failed: NotADirectoryError: ")
     assert children() == []
+
+
+def test_one_that_is_killed_is_noted_and_the_next_start_has_another(tmp_path: Path) -> None:
+    config = config_of(tmp_path, tensorboard={})
+    notes: list[str] = []
+    with tracked(config, tmp_path, notes.append) as watched:
+        (child,) = children()
+        child.kill()
+        poll_until(lambda: notes != [], Deadline.after(SystemClock(), 10.0, "the note"))
+        recorded(tmp_path, watched)
+        assert child not in children()
+    assert notes == ["tracking has ended (signal 9): trackers are told no more"]
+    assert children() == []
+    stands = json.loads((tmp_path / "tracking" / "tensorboard-stands.json").read_text())
+    assert stands["step"] == 3
+
+
+def test_a_tracker_that_has_failed_is_tried_again_by_the_next_start(tmp_path: Path) -> None:
+    (tmp_path / "full").touch()
+    config = config_of(tmp_path, tensorboard={"directory": str(tmp_path / "full")})
+    notes: list[str] = []
+    with tracked(config, tmp_path, notes.append) as watched:
+        poll_until(lambda: notes != [], Deadline.after(SystemClock(), 60.0, "the note"))
+        (tmp_path / "full").unlink()
+        recorded(tmp_path, watched)
+    assert len(notes) == 1
+    assert children() == []
+    stands = json.loads((tmp_path / "tracking" / "tensorboard-stands.json").read_text())
+    assert stands["step"] == 3
 
 
 def test_where_another_coordinator_has_taken_over_it_is_killed(tmp_path: Path) -> None:
