@@ -39,7 +39,6 @@ __all__ = [
     "Channel",
     "ChannelClosed",
     "ChannelRefused",
-    "Numbered",
     "Part",
     "connect",
 ]
@@ -81,14 +80,6 @@ class Part(NamedTuple):
     who: int = ITSELF
 
 
-class Numbered(NamedTuple):
-    """A part with its message."""
-
-    message: AnyMessage
-    number: int
-    heard: int
-
-
 class Channel:
     """One authenticated conversation; any thread may send, one thread at a time receives.
 
@@ -118,7 +109,7 @@ class Channel:
         """For a selector: readable when there is something to receive, also the end."""
         return self._socket.fileno()
 
-    def send(self, message: AnyMessage, number: int = 0, heard: int = 0) -> None:
+    def send(self, message: AnyMessage) -> None:
         """Sends one message, whole; from any thread.
 
         Raises ChannelClosed, and ProtocolError for a message over MAX_MESSAGE_BYTES.
@@ -128,7 +119,7 @@ class Channel:
             raise ProtocolError(
                 f"{message.type} to {self.peer}: {len(data)} bytes, at most {MAX_MESSAGE_BYTES}"
             )
-        self._write(lambda: self._frame([Part(data, number, heard)]))
+        self._write(lambda: self._frame([Part(data)]))
 
     def _write(self, made: Callable[[], bytes]) -> None:
         """made: called once it is this message's turn."""
@@ -214,10 +205,6 @@ class Channel:
             self.close(reason)
 
     def receive(self, timeout_s: float | None = None) -> AnyMessage:
-        """The next message, whatever its number; see `receive_numbered`."""
-        return self.receive_numbered(timeout_s).message
-
-    def receive_numbered(self, timeout_s: float | None = None) -> Numbered:
         """The next message; None waits until there is one or the channel ends.
 
         Raises DeadlineError after `timeout_s`, and ChannelClosed at the end of the channel, which
@@ -225,8 +212,7 @@ class Channel:
         """
         while not self._came:
             self._came.extend(part for part in self.receive_parts(timeout_s) if part.data)
-        part = self._came.popleft()
-        return Numbered(self.open(part), part.number, part.heard)
+        return self.open(self._came.popleft())
 
     def open(self, part: Part) -> AnyMessage:
         """Its message. Raises ChannelClosed where it is none."""
@@ -241,8 +227,7 @@ class Channel:
         raise self._closed_error()
 
     def receive_parts(self, timeout_s: float | None = None) -> list[Part]:
-        """The parts of the next frame, or those that are left of one. Raises as
-        `receive_numbered`."""
+        """The parts of the next frame, or those that are left of one. Raises as `receive`."""
         if self._came:
             left, self._came = list(self._came), deque()
             return left

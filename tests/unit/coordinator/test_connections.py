@@ -85,7 +85,7 @@ def test_what_an_agent_does_is_news_in_the_order_in_which_it_happens(caller: Cal
     caller.channel.send(CALLS)
     parts = [Part(encode(HELLO), 1), Part(encode(BOOTED), 1, who=4), Part(b"", heard=2, who=4)]
     caller.channel.post(parts)
-    caller.channel.send(warned, 2, heard=0)
+    caller.channel.post([Part(encode(warned), 2)])
     called = caller.next(Called)
     assert called.calls == CALLS
     assert caller.next(Said) == Said(
