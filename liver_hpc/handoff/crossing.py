@@ -281,7 +281,7 @@ def _told(
     timings_s = defaultdict[str, float](float, spent_s)
     for part in parts:
         half = "parameters" if part.kinds == (PARAMETER,) else "optimizer"
-        for work, part_s in part.moved.stats.timings_s.items():
+        for work, part_s in part.moved.timings_s.items():
             timings_s[f"{half}/{work}"] += part_s
     return {
         "sent": _pair_digests(part.moved.sent for part in parts),

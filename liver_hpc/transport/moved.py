@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 
@@ -25,37 +25,6 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class TransferStats:
-    """Where the time of one worker's stream went, and how many bytes of state it moved.
-
-    wire_s: waiting for messages. pack_s, unpack_s: copying into and out of staging. copy_s:
-    copying within the worker. digest_s: digests of what crossed, and comparing what was copied. On
-    CUDA the last four are the time in which the device was told what to do, and the wait for it is
-    in wire_s.
-    bytes_staged: of what was sent and received, as much as passed staging here.
-    """
-
-    wire_s: float = 0.0
-    pack_s: float = 0.0
-    unpack_s: float = 0.0
-    copy_s: float = 0.0
-    digest_s: float = 0.0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    bytes_copied: int = 0
-    bytes_staged: int = 0
-
-    @property
-    def timings_s(self) -> dict[str, float]:
-        """The seconds by what took them: "wire", "pack", "unpack", "copy", "digest"."""
-        return {
-            name.removesuffix("_s"): value
-            for name, value in asdict(self).items()
-            if name.endswith("_s")
-        }
-
-
-@dataclass(frozen=True)
 class Moved:
     """What one worker's stream has moved.
 
@@ -65,11 +34,15 @@ class Moved:
     went wrong between the two: from when the source was read (before it was packed; where it goes
     as it lies, when it was sent) until the target was written.
     Empty where no digests were wanted. Copies within the worker were compared instead.
+    timings_s: seconds by work. "wire": waiting for messages. "pack", "unpack": copying into and out
+    of staging. "copy": copying within the worker. "digest": digests of what crossed, and comparing
+    what was copied. On CUDA the last four are the time in which the device was told what to do, and
+    the wait for it is in "wire".
     """
 
     sent: Mapping[tuple[int, str], int]
     received: Mapping[tuple[int, str], int]
-    stats: TransferStats
+    timings_s: Mapping[Work, float]
 
 
 class Tally:
@@ -87,8 +60,7 @@ class Tally:
         self._sums: dict[tuple[Ends, int, str], torch.Tensor] = {}
         self._settled = torch.zeros(0, dtype=torch.int64)
         self._differences: dict[str, torch.Tensor] = {}
-        self._seconds: dict[str, float] = defaultdict(float)
-        self._bytes: Counter[str] = Counter()
+        self._timings_s: dict[Work, float] = dict.fromkeys(get_args(Work), 0.0)
 
     @contextmanager
     def timed(self, work: Work) -> Iterator[None]:
@@ -97,11 +69,7 @@ class Tally:
         try:
             yield
         finally:
-            self._seconds[f"{work}_s"] += time.perf_counter() - began_s
-
-    def count(self, way: Literal["sent", "received", "copied", "staged"], num_bytes: int) -> None:
-        """Counts bytes of state."""
-        self._bytes[f"bytes_{way}"] += num_bytes
+            self._timings_s[work] += time.perf_counter() - began_s
 
     def see(
         self, end: Ends, peer: int, pieces: Sequence[Piece], views: Sequence[torch.Tensor]
@@ -161,5 +129,4 @@ class Tally:
             {(peer, kind): value for (of, peer, kind), value in sums.items() if of == end}
             for end in ("sent", "received")
         )
-        stats = TransferStats(**self._seconds, **self._bytes)  # type: ignore[arg-type]
-        return Moved(sent, received, stats)
+        return Moved(sent, received, self._timings_s)

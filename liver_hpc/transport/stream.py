@@ -338,10 +338,11 @@ class _Stream:
                 memory = self.slots[slot][offset_bytes : offset_bytes + bucket.num_bytes]
                 offset_bytes += bucket.num_bytes
                 staged = _staged(message, memory)
-            if message.is_send:
-                self._pack(message, staged)
-            else:
+            if not message.is_send:
                 arriving.append(_Arriving(message, staged))
+            elif staged:
+                self.tally.see("sent", message.peer, bucket.pieces, message.views)
+                self._copy("pack", message.views, staged)
             tag = self.tags[bucket.sender, bucket.receiver] + bucket.position
             parcels.append(Parcel(message.peer, tag, memory, message.is_send))
         self.launched.append(_Launched(self.wire.launch(parcels), arriving))
@@ -349,26 +350,16 @@ class _Stream:
             if message.is_send and message.memory is not None:
                 self.tally.see("sent", message.peer, message.bucket.pieces, message.views)
 
-    def _pack(self, message: _Message, staged: Sequence[torch.Tensor]) -> None:
-        self.tally.count("sent", message.bucket.payload_bytes)
-        if staged:
-            self.tally.see("sent", message.peer, message.bucket.pieces, message.views)
-            self._copy("pack", message.views, staged)
-            self.tally.count("staged", message.bucket.payload_bytes)
-
     def _finish(self, progress: Callable[[int], None], deadline: Deadline) -> None:
         """The oldest launched step: its messages have crossed and are in their places."""
         with self.tally.timed("wire"):
             for messages in self.launched[0].pending:
                 messages.wait(deadline)
         for message, staged in self.launched.popleft().arriving:
-            num_bytes = message.bucket.payload_bytes
             if staged:
                 self._copy("unpack", staged, message.views)
-                self.tally.count("staged", num_bytes)
             self.tally.see("received", message.peer, message.bucket.pieces, message.views)
-            self.tally.count("received", num_bytes)
-            progress(num_bytes)
+            progress(message.bucket.payload_bytes)
 
     def _copy_local(self, pieces: Sequence[Piece], progress: Callable[[int], None]) -> None:
         if not pieces:
@@ -383,9 +374,7 @@ class _Stream:
             for one, other in zip(*parts, strict=True):
                 self._copy("copy", [one], [other])
                 self.tally.compare(piece.kind, one, other)
-        num_bytes = sum(piece.num_bytes for piece in pieces)
-        self.tally.count("copied", num_bytes)
-        progress(num_bytes)
+        progress(sum(piece.num_bytes for piece in pieces))
 
     def _copy(
         self, work: Work, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]

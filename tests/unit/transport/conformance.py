@@ -131,11 +131,9 @@ def move_everything(member: Member, dtype: str, handoff: str, budget: str) -> li
         lists = (part.sends, part.receives, part.local)
         sent, received, local = (move_bytes(model, moves) for moves in lists)
         assert sum(progress) == received + local
-        stats = moved.stats
-        assert (stats.bytes_sent, stats.bytes_received) == (sent, received)
-        assert stats.bytes_copied == local
         if budget == "all staged":
-            assert stats.bytes_staged == sent + received
+            assert (moved.timings_s["pack"] > 0.0) == (sent > 0)
+            assert (moved.timings_s["unpack"] > 0.0) == (received > 0)
         assert {key[0] for key in moved.sent} == {m.receiver for m in part.sends}
         streams.append(moved)
     wanted = ToyState(model, untouched)

@@ -13,7 +13,7 @@ from liver_hpc.config.schema import HandoffSection
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.layout.tensors import PARAMETER, Move
 from liver_hpc.transport.acknowledged import acknowledge
-from liver_hpc.transport.moved import Moved, TransferStats
+from liver_hpc.transport.moved import Moved
 from tests.unit.layout.models import TIED
 from tests.unit.transport.conformance import ToyState, random_bits
 from tests.unit.transport.memory import MemoryExchange
@@ -32,7 +32,7 @@ def words(*of: tuple[Digests, Digests]) -> list[str]:
     exchange = MemoryExchange()
 
     def member(worker: int) -> str:
-        moved = Moved(*of[worker], TransferStats())
+        moved = Moved(*of[worker], {})
         try:
             acknowledge(exchange.wire(worker), worker, moved, within())
         except LiverError as error:
@@ -62,7 +62,7 @@ def test_a_sender_is_told_that_a_receiver_holds_something_else() -> None:
 def test_a_receiver_that_says_nothing_is_waited_for_until_the_deadline() -> None:
     wire = MemoryExchange().wire(0)
     with pytest.raises(DeadlineError, match="from worker 1"):
-        acknowledge(wire, 0, Moved({(1, PARAMETER): 3}, {}, TransferStats()), within(0.05))
+        acknowledge(wire, 0, Moved({(1, PARAMETER): 3}, {}, {}), within(0.05))
 
 
 def test_a_stream_that_is_acknowledged_ends_once_its_receiver_has_ended() -> None:
