@@ -309,9 +309,7 @@ class ScriptedCluster:
         thread.start()
 
     def meet(self, request: LaunchAgent) -> Answer | None:
-        identity = Identity(
-            agent=request.agent, host="test", pid=1, workers=len(request.seat.slots)
-        )
+        identity = Identity(agent=request.agent, host="test", workers=len(request.seat.slots))
         try:
             return self.rendezvous.meet(identity, self.secret)
         except (MeetingError, InboxClosed) as error:  # refused, or the coordinator is gone

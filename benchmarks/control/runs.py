@@ -132,9 +132,7 @@ class _Meeting(Rendezvous):
 
     def _meet_all(self, answer: Decide) -> None:
         while (launch := self._launched.get()) is not None:
-            who = Identity(
-                agent=launch.agent, host=launch.agent, pid=1, workers=len(launch.seat.slots)
-            )
+            who = Identity(agent=launch.agent, host=launch.agent, workers=len(launch.seat.slots))
             verdict = answer(who)
             if isinstance(verdict, Refusal):
                 raise LiverError(f"agent {launch.agent} was refused: {verdict.reason}")

@@ -28,7 +28,6 @@ _UINT16 = 8
 class IndexedData:
     prefix: Path
     token_type: str
-    sequences: int
     documents: int
     tokens: int
 
@@ -63,7 +62,7 @@ def read_indexed_data(prefix: Path) -> IndexedData:
             f"({wanted_bytes // token_bytes} tokens of {name}), the file has {held_bytes}"
         )
     ends = max(documents - 1, 0)
-    return IndexedData(prefix, name, sequences, ends, wanted_bytes // token_bytes)
+    return IndexedData(prefix, name, ends, wanted_bytes // token_bytes)
 
 
 def write_index(path: Path, lengths: Sequence[int]) -> None:

@@ -327,7 +327,7 @@ class Coordinator:
             case Met():
                 self._performer.meetings.append(event)
                 who = event.identity
-                self._feed(e.AgentMet(who.agent, who.host, who.workers))
+                self._feed(e.AgentMet(who.agent, who.workers))
             case Asked():
                 self._asked(event)
             case Written():

@@ -163,7 +163,7 @@ def join(node: Node, within_s: float) -> Said:
     from liver_hpc.rendezvous.mpi.joiner import joiner_process, meet
     from liver_hpc.run.secret import read_secret
 
-    identity = Identity(agent="doctor", host=node.facts.host, pid=os.getpid(), workers=1)
+    identity = Identity(agent="doctor", host=node.facts.host, workers=1)
     began_s = time.monotonic()
     secret = read_secret(node.directory / "secret")
     meet(joiner_process(), node.directory, identity, secret, within_s, within_s)

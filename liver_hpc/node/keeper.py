@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import logging
 import os
-import socket
 import sys
 import threading
 from pathlib import Path
@@ -68,7 +67,7 @@ def keep(run_directory: Path, job: str) -> None:
     channel = find_coordinator(run, max(CONNECT_S, run.config().deadlines.coordinator_s))
     while channel is not None:
         try:
-            channel.send(KeeperHello(job=job, host=socket.gethostname()))
+            channel.send(KeeperHello(job=job))
             log.info("keeps job %s for %s", job, channel.peer)
             while True:
                 channel.receive()

@@ -7,7 +7,6 @@ thread whose news the agent brings back; `look` then says what follows from what
 from __future__ import annotations
 
 import logging
-import os
 import selectors
 import socket
 from collections.abc import Callable
@@ -174,9 +173,7 @@ class Launch:
 
     def _meet(self, joiner: MpiProcess) -> Answer:
         plan, around = self.plan, self._around
-        identity = Identity(
-            agent=plan.launch, host=socket.gethostname(), pid=os.getpid(), workers=len(plan.slots)
-        )
+        identity = Identity(agent=plan.launch, host=socket.gethostname(), workers=len(plan.slots))
         meet_s = around.limits.meet_s
         turn_s = around.limits.boot_s + meet_s  # at a start all agents may come at once
         return meet(joiner, plan.run_directory, identity, around.secret, turn_s, meet_s)

@@ -597,7 +597,6 @@ class KeeperHello(Message, type="keeper_hello"):
     """First message of the process that keeps a burst allocation for as long as the run lives."""
 
     job: str
-    host: str
 
 
 # ---- operator -> coordinator (answered with Reply)

@@ -32,7 +32,6 @@ class Identity(Message):
 
     agent: str
     host: str
-    pid: int
     workers: int = Field(ge=0)
 
 

@@ -176,7 +176,6 @@ class AgentMet:
     """An agent has come to the rendezvous with workers that have booted."""
 
     agent: str
-    host: str
     workers: int
 
 

@@ -69,7 +69,7 @@ port_name = wire.receive(20.0).port_name
 reach("turn")
 peer = MPI.COMM_SELF.Connect(port_name)
 reach("connected")
-who = Identity(agent="bad", host="here", pid=1, workers=2)
+who = Identity(agent="bad", host="here", workers=2)
 send(peer, introduction(bytes.fromhex(key) or wire.key, who))
 reach("introduced")
 receive(peer)
@@ -116,7 +116,7 @@ threading.Event().wait()
 
 
 def identity(agent: str = "a0") -> Identity:
-    return Identity(agent=agent, host="here", pid=1, workers=2)
+    return Identity(agent=agent, host="here", workers=2)
 
 
 @dataclass

@@ -126,7 +126,7 @@ class LiveRun:
         assert self.metrics.journal is not None
         assert self.metrics.journal._closed
         with pytest.raises(MeetingError):
-            self.cluster.rendezvous.meet(Identity(agent="late", host="h", pid=1, workers=1), SECRET)
+            self.cluster.rendezvous.meet(Identity(agent="late", host="h", workers=1), SECRET)
         return self.result
 
     def close(self) -> None:

@@ -250,9 +250,9 @@ def test_a_run_that_is_stopped_before_its_launch_launches_nothing(make: Start) -
 def test_an_agent_that_is_not_expected_is_refused(make: Start) -> None:
     run = make()
     with pytest.raises(MeetingError, match="agent a9 is not expected"):
-        run.cluster.rendezvous.meet(Identity(agent="a9", host="h", pid=1, workers=1), SECRET)
+        run.cluster.rendezvous.meet(Identity(agent="a9", host="h", workers=1), SECRET)
     with pytest.raises(MeetingError, match="agent a0 has met already"):
-        run.cluster.rendezvous.meet(Identity(agent="a0", host="h", pid=1, workers=2), SECRET)
+        run.cluster.rendezvous.meet(Identity(agent="a0", host="h", workers=2), SECRET)
 
 
 @pytest.mark.parametrize("theirs", ["0.0.1", ""])

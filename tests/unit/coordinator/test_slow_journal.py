@@ -83,7 +83,7 @@ def test_two_agents_of_one_name_that_wait_for_the_disk_are_both_answered(
         journal = run.metrics.journal
         assert isinstance(journal, SlowJournal)
         journal.held = True
-        both = [Met(Identity(agent="a9", host="h", pid=1, workers=1)) for _ in range(2)]
+        both = [Met(Identity(agent="a9", host="h", workers=1)) for _ in range(2)]
         for met in both:
             run.coordinator._inbox.put(met)
         run.until(lambda: str(journal.entries).count("turn_away") == 2, "both to be judged")

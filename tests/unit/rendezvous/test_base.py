@@ -20,7 +20,7 @@ from liver_hpc.rendezvous.base import (
 )
 
 KEY = bytes(range(32))
-IDENTITY = Identity(agent="a0", host="node1", pid=17, workers=2)
+IDENTITY = Identity(agent="a0", host="node1", workers=2)
 ANSWER = Answer(worker_ids=(4, 5), control_host="node0", control_port=4711)
 
 Met = tuple[Answer | MeetingError, Identity | None]

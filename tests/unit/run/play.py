@@ -229,7 +229,7 @@ class Play:
     def _hear_agent(self, agent: PlayedAgent) -> None:
         word = agent.says.popleft()
         if word == "meets":
-            self.feed(e.AgentMet(agent.name, "h", len(agent.seat.slots)))
+            self.feed(e.AgentMet(agent.name, len(agent.seat.slots)))
         elif word == "listens":
             agent.listens = self.run.agents.node_of_agent(agent.name) is not None
             if agent.listens:

@@ -186,7 +186,7 @@ def stranger(play: Play) -> None:
     """Somebody meets whom nobody expects, or again."""
     known = [agent for agent in play.agents.values() if agent.workers or agent.ended]
     name = play.choices.one_of(["x", *(agent.name for agent in known)])
-    play.feed(e.AgentMet(name, "h", 1))
+    play.feed(e.AgentMet(name, 1))
 
 
 def rendezvous_fails(play: Play) -> None:

@@ -64,7 +64,7 @@ EVENTS: list[e.Event] = [
     ),
     e.CoordinatorStarted(),
     e.LaunchAllowed(),
-    e.AgentMet("a0", "h", 2),
+    e.AgentMet("a0", 2),
     e.TookOver(2, 4711, "h"),
     e.Regained(),
     e.StoodStill(10.25),

@@ -616,7 +616,7 @@ def begun(memory: e.Memory, step: int = 5, weights: bool = False) -> tuple[Run, 
     actions = [action for event in events for action in run.handle(event, 1.0)]
     (launch,) = of(a.Launch, actions)
     for each in launch.agents:  # type: ignore[attr-defined]
-        actions += run.handle(e.AgentMet(each.agent, "h", len(each.seat.slots)), 2.0)
+        actions += run.handle(e.AgentMet(each.agent, len(each.seat.slots)), 2.0)
     workers = [w for each in of(a.Admit, actions) for w in each.workers]  # type: ignore[attr-defined]
     for worker in workers:
         actions += run.handle(m.Hello(worker=worker, pid=1, host="h", booted_s=2.0), 3.0)
@@ -1400,7 +1400,7 @@ def of_many(nodes: int, resumed: bool = False) -> tuple[Run, tuple[int, ...]]:
         run.handle(NodeGranted(e.Node(f"n{number}", "main", 2)), 1.0)
     (launch,) = of(a.Launch, run.handle(e.LaunchAllowed(), 1.0))
     for each in launch.agents:  # type: ignore[attr-defined]
-        (admit,) = of(a.Admit, run.handle(e.AgentMet(each.agent, "h", 2), 1.0))
+        (admit,) = of(a.Admit, run.handle(e.AgentMet(each.agent, 2), 1.0))
         for worker in admit.workers:  # type: ignore[attr-defined]
             run.handle(m.Hello(worker=worker, pid=1, host="h", booted_s=1.0), 1.0)
     assert run.world is not None
