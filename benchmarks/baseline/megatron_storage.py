@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import queue
 import secrets
-import signal
 from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from benchmarks.baseline.storage import SaveInProgress, Storage
-from benchmarks.lifeline import die_with_parent
+from liver_hpc.host.child import end_with_parent
 from liver_hpc.protocol.messages import ScalarState
 from liver_hpc.world import thread
 from liver_hpc.world.world import World
@@ -83,7 +82,7 @@ def _queue_of_another_process() -> Any:
     # An abstract socket: there is no file to be left.
     address = f"\0liver-{secrets.token_hex(16)}"
     manager = SyncManager(address, ctx=multiprocessing.get_context("spawn"))
-    manager.start(die_with_parent, (os.getpid(), signal.SIGKILL))
+    manager.start(end_with_parent, (os.getpid(),))
     results = manager.Queue()
     results.put(WriteResult(MetadataIndex(""), 0, _StorageInfo("", 0, 0)))
     results.get()

@@ -21,7 +21,6 @@ from torchft.checkpointing.http_transport import HTTPTransport
 from torchft.coordination import LighthouseServer
 from torchft.ddp import DistributedDataParallel
 
-from benchmarks.lifeline import on_parent_exit
 from benchmarks.peers.events import Step
 from benchmarks.peers.torchft_settings import HEARTBEAT_TIMEOUT_MS, JOIN_TIMEOUT_MS, TICK_MS
 from benchmarks.peers.training import StepLog, Training, open_worker
@@ -41,8 +40,7 @@ def main() -> None:
 
 
 def serve(port: int) -> None:
-    """Until whoever started it has gone."""
-    on_parent_exit(lambda: os._exit(1))
+    """Until it is ended."""
     server = LighthouseServer(
         bind=f"127.0.0.1:{port}",
         min_replicas=1,

@@ -17,7 +17,7 @@ import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.host.child import Child, Command, Foreign, end_all, new_mark
+from liver_hpc.host.child import EXIT_ORPHANED, Child, Command, Foreign, end_all, new_mark
 from liver_hpc.host.marks import marked_processes
 
 pytestmark = pytest.mark.timeout(60)
@@ -186,6 +186,13 @@ def test_a_child_without_an_orphan_signal_outlives_the_process() -> None:
         assert not ends_within(child, 0.5)
         os.kill(child, signal.SIGKILL)
         assert ends_within(child, SOON_S)
+
+
+def test_a_process_that_finds_another_parent_exits_at_once() -> None:
+    script = "from liver_hpc.host.child import end_with_parent; end_with_parent(1)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=SOON_S).returncode == (
+        EXIT_ORPHANED
+    )
 
 
 # ---- its own end
