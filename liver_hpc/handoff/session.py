@@ -11,7 +11,7 @@ from typing import Any
 
 from liver_hpc.clock import Deadline
 from liver_hpc.errors import LiverError
-from liver_hpc.host.process import quiet_thread
+from liver_hpc.host.process import all_at_once, quiet_thread
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol.messages import (
     Abort,
@@ -26,6 +26,7 @@ from liver_hpc.transport.stream import Prepared, Transport
 from liver_hpc.transport.wire import Wire
 from liver_hpc.world.context import WorkerContext
 from liver_hpc.world.device import Device
+from liver_hpc.world.groups import ENDS_S
 from liver_hpc.world.store import ControlStore
 from liver_hpc.world.world import World
 
@@ -151,9 +152,8 @@ class Session:
     def end_waits(self, shared: bool) -> None:
         """Frees this worker from what it waits for in the transfer and in the target world, from
         any thread. shared: also in groups that the source world has, too, because that one will be
-        built again."""
-        for end in [*self._ends]:
-            end(shared)
+        built again. All at once: see `groups.end_all`."""
+        all_at_once([partial(end, shared) for end in self._ends], "abort", ENDS_S)
 
     def deliver(self, message: SessionMessage) -> None:
         """Takes a message for this attempt; called by the control thread."""

@@ -10,7 +10,8 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 ENOUGH = 65_536
@@ -95,6 +96,15 @@ def quiet_thread(target: Callable[[], None], name: str) -> threading.Thread:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
     return thread
+
+
+def all_at_once(calls: Iterable[Callable[[], None]], name: str, limit_s: float) -> None:
+    """Makes each call in a quiet thread of its own, and waits for all of them, for `limit_s` at
+    most."""
+    threads = [quiet_thread(call, name) for call in calls]
+    end_s = time.monotonic() + limit_s
+    for thread in threads:
+        thread.join(max(0.0, end_s - time.monotonic()))
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from liver_hpc.clock import Deadline
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.handoff.prepare import connect_groups
 from liver_hpc.handoff.session import Session, WorldHalted
-from liver_hpc.host.process import quiet_thread
+from liver_hpc.host.process import all_at_once, quiet_thread
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol import messages as m
 from liver_hpc.snapshot.keeping import Snapshots
@@ -23,6 +23,7 @@ from liver_hpc.worker.ranks import PLACE_VARIABLE, rank_environment
 from liver_hpc.worker.refilling import Refilling
 from liver_hpc.world import hollow
 from liver_hpc.world.context import WorkerContext
+from liver_hpc.world.groups import ENDS_S
 from liver_hpc.world.store import ControlStore
 from liver_hpc.world.untouched import Kept
 from liver_hpc.world.world import World
@@ -198,21 +199,22 @@ class WorldHolder:
 
     def _break(self, generation: int) -> None:
         """Frees the training thread from what it waits for in worlds up to `generation`: those that
-        it has, or is making. What it begins to wait for after that begins with `_check_halt`."""
+        it has, or is making; all at once: see `groups.end_all`. What it begins to wait for after
+        that begins with `_check_halt`."""
         proceed = self.proceed  # first: what comes after it may be of the next one
         making, refilling, store = self._making, self._refilling, self._store
         # In this order: what was being made may have become the world meanwhile.
-        for world in (making, self._world):
-            if world is not None and world.generation <= generation:
-                world.book.abort(shared=True)
+        ends = [
+            partial(world.book.abort, shared=True)
+            for world in (making, self._world)
+            if world is not None and world.generation <= generation
+        ]
         if self._generation > generation:
+            all_at_once(ends, "halt", ENDS_S)
             return
-        if store is not None:
-            store.close()
-        if refilling is not None:
-            refilling.close()
-        self._snapshots.interrupt()
-        self._saving.interrupt()
+        opened = [each.close for each in (store, refilling) if each is not None]
+        interrupts = (self._snapshots.interrupt, self._saving.interrupt)
+        all_at_once([*ends, *opened, *interrupts], "halt", ENDS_S)
         proceed.set()
 
     def _check_halt(self) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from liver_hpc.errors import TransferError
+from liver_hpc.host.process import all_at_once
 from liver_hpc.transport import gloo_sockets, gloo_waits
 from liver_hpc.world.device import Device, Network
 
@@ -35,6 +36,8 @@ _users: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """How many groups use a backend; guarded by `_counting`."""
 _counting = threading.Lock()
 
+ENDS_S = 60.0
+"""How long is waited for what ends backends; it goes on beside where it takes longer."""
 SENTINEL_SIZE = 1 << 16
 """The size that the sentinel default group pretends to have; worker ids stay below it."""
 
@@ -225,17 +228,20 @@ class Group:
     def close(self) -> None:
         """Forgets the group. Its connections close once nobody holds the backend any more; NCCL's
         are ended when no group uses them, as they hold memory of the device."""
+        end_all(self.forget())
+
+    def forget(self) -> list[Any]:
+        """Does as `close` but for ending the backend; returns that where it is to be ended."""
         if self.process_group is None:
-            return
+            return []
         _leave(self.process_group, self.name)
         backend, self.process_group, self.backend = self.backend, None, None
         if backend is None:
-            return
+            return []
         with _counting:
             _users[backend] -= 1
             unused = not _users[backend]
-        if unused and self._device.backend_name == "nccl":
-            end(backend)
+        return [backend] if unused and self._device.backend_name == "nccl" else []
 
 
 def end(backend: Any) -> None:
@@ -243,6 +249,12 @@ def end(backend: Any) -> None:
     gloo_sockets.shut_down(backend)
     with contextlib.suppress(RuntimeError):
         backend.abort()
+
+
+def end_all(backends: Iterable[Any]) -> None:
+    """Ends backends, all at once: NCCL waits for the device as it gives up a communicator, and so
+    for a peer that never comes to another one, until that is given up too."""
+    all_at_once([functools.partial(end, backend) for backend in backends], "end", ENDS_S)
 
 
 class GroupBook:
@@ -306,10 +318,11 @@ class GroupBook:
         shared: also in groups whose backends another book uses.
         """
         self.aborted = True
-        for members, group in [*self._groups.items()]:
-            backend = group.backend
-            if backend is not None and (shared or members not in self._kept):
-                end(backend)
+        end_all(
+            group.backend
+            for members, group in [*self._groups.items()]
+            if group.backend is not None and (shared or members not in self._kept)
+        )
 
     def check(self) -> None:
         """Raises TransferError where NCCL's work in these groups may have ended undone, for which
@@ -340,6 +353,5 @@ class GroupBook:
         """Forgets all groups; backends that another book took over stay open."""
         if self._never_end:
             gloo_waits.keep(self._never_end, self.backends())
-        for group in self._groups.values():
-            group.close()
+        end_all([backend for group in self._groups.values() for backend in group.forget()])
         self._groups.clear()

@@ -594,3 +594,17 @@ def test_no_communicator_stays_but_those_that_are_used(run: LateRun) -> None:
     opened = run.seats[1].network.opened
     assert [backend.aborted for backend in opened] == [True, False, True]
     run.check(MOVED.workers)
+
+
+def test_all_that_an_attempt_has_is_ended_at_once() -> None:
+    """NCCL's end of a communicator waits for the device, so for what only another end frees."""
+    both, ended = threading.Barrier(2), list[bool]()
+    session = Session.__new__(Session)
+
+    def end(shared: bool) -> None:
+        both.wait(5.0)
+        ended.append(shared)
+
+    session._ends = [end, end]
+    session.end_waits(shared=True)
+    assert ended == [True, True]

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from liver_hpc.host.interfaces import address_towards
 from liver_hpc.world.device import Device, Network
-from liver_hpc.world.groups import Group, install_sentinel
+from liver_hpc.world.groups import Group, GroupBook, install_sentinel
 
 CPU = Device(torch.device("cpu"))
 
@@ -274,3 +274,33 @@ def test_a_stand_in_answers_parts_of_any_sizes_with_zeros(
     dist.all_gather(outputs, torch.ones(sent[0]), group=group.process_group)
     assert not torch.cat(outputs).any()
     group.close()
+
+
+class Stuck:
+    """A backend whose end waits for the device, and so for the end of another one."""
+
+    def __init__(self, both: threading.Barrier) -> None:
+        self.ended = False
+        self._both = both
+
+    def abort(self) -> None:
+        self._both.wait(5.0)
+        self.ended = True
+
+
+@pytest.mark.parametrize("how", ["abort", "close"])
+def test_all_backends_of_a_world_are_ended_at_once(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = threading.Barrier(2)
+    stuck = [Stuck(both), Stuck(both)]
+    monkeypatch.setattr(Device, "backend_name", "nccl")
+    device = Device(torch.device("cpu"))
+    book = GroupBook(77, 0, device)
+    groups = [book.group(members) for members in ((0, 1), (0, 1, 2))]
+    for group, backend in zip(groups, stuck, strict=True):
+        group._hold(backend)
+    if how == "abort":
+        book.abort(shared=True)
+    book.close()
+    assert [each.ended for each in stuck] == [True, True]
