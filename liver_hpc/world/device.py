@@ -44,13 +44,16 @@ NCCL_CONDITIONS = {
     # that has been closed since.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    # torch sleeps four times as long before it aborts what has failed: a minute by default.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
 }
 """What torch is told in a worker, whatever the environment says: no recovery goes without."""
 NCCL_LOG_BYTES = 4 * 2**20
 """So much that was read is left in a log of NCCL."""
 NCCL_SETTINGS = {
-    # All paths of a group are opened while it connects, beside training; else each is when it is
-    # first used, which is in the first step of a world that has taken over.
+    # All paths of a group's collectives are opened while it connects, beside training; else each is
+    # when it is first used, in the first step of a world that has taken over, as those of messages
+    # and of all-to-all still are.
     "NCCL_RUNTIME_CONNECT": "0",
     # Transformer Engine's attention over a context-parallel group else sends in pairs, for which
     # torch makes a communicator each when it is first used: the group's store is closed by then.

@@ -104,6 +104,7 @@ def test_what_a_handoff_wants_of_cuda_is_set_unless_told(
         ("TORCH_NCCL_BLOCKING_WAIT", "1", "0"),
         ("TORCH_NCCL_ENABLE_MONITORING", "1", "0"),
         ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "0"),
+        ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "15000", "0"),
     ],
 )
 @pytest.mark.usefixtures("two_gpus")
