@@ -209,12 +209,13 @@ class WorldHolder:
             for world in (making, self._world)
             if world is not None and world.generation <= generation
         ]
+        opened = () if self._generation > generation else (store, refilling)
+        closes = [each.close for each in opened if each is not None]
+        all_at_once([*ends, *closes], "halt", ENDS_S)
         if self._generation > generation:
-            all_at_once(ends, "halt", ENDS_S)
             return
-        opened = [each.close for each in (store, refilling) if each is not None]
-        interrupts = (self._snapshots.interrupt, self._saving.interrupt)
-        all_at_once([*ends, *opened, *interrupts], "halt", ENDS_S)
+        self._snapshots.interrupt()
+        self._saving.interrupt()
         proceed.set()
 
     def _check_halt(self) -> None:
