@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -65,7 +66,7 @@ def wrapped(
     with allocating():
         chunks = [
             DistributedDataParallel(
-                module.config,
+                copy.copy(module.config),  # which gets this world's own functions
                 options,
                 module,
                 disable_bucketing=number > 0,

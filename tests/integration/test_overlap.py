@@ -97,3 +97,31 @@ def test_parameters_at_a_boundary_are_current_only_after_settle(tmp_path: Path) 
         assert late["settled"] == at_once["settled"] == at_once["stale"]
         for stale, settled in zip(late["stale"], late["settled"], strict=True):
             assert stale != settled
+
+
+def functions_beside_another_world(process: WorkerProcess) -> list[bool]:
+    """Whether a world keeps its own, and shares them, where all models have one config."""
+    from liver_hpc.world import chunks, derive
+
+    kept: list[Any] = []
+    plain = derive.build_chunks
+
+    def with_one_config(*about: Any) -> Any:
+        built = plain(*about)
+        kept.extend(module.config for module in built)
+        for module in built:
+            module.config = kept[0]
+        return built
+
+    vars(chunks)["build_chunks"] = with_one_config
+    recipe = recipe_of(Case("dp2", train=OVERLAP), process.worker)
+    with connected(process, recipe, "dp2", 0) as world:
+        before = world.chunks[0].config.no_sync_func
+        with connected(process, recipe, "dp2", 1) as other:
+            mine = world.chunks[0].config.no_sync_func
+            return [mine == before, mine == other.chunks[0].config.no_sync_func]
+
+
+def test_worlds_beside_each_other_share_no_functions_of_a_config(tmp_path: Path) -> None:
+    """Else the source would reduce its gradients as the target's, after every micro-batch."""
+    assert run_workers(functions_beside_another_world, 2, tmp_path) == [[True, False]] * 2
