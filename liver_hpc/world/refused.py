@@ -32,6 +32,9 @@ _OPTIONS = {
     "moe_router_topk_limited_devices": "its groups of experts are the ep ranks; "
     "moe_router_num_groups and moe_router_group_topk are the same in every layout",
     "moe_router_force_load_balancing": _NOISE,
+    "qk_clip": "the weights are changed after the optimizer's step",
+    "use_mup": "all parameters have one learning rate",
+    "finalize_model_grads_func": "gradients are finished by Megatron's own function",
 }
 _WIDEST_BYTES = 8
 _MOST_NAMED = 8

@@ -105,6 +105,8 @@ def test_statistics_of_batches_are_refused_by_name_as_the_spec_is_derived(
         ({**MOE, "moe_router_load_balancing_type": "sinkhorn"}, r"sinkhorn: it balances"),
         ({**MOE, "moe_expert_capacity_factor": 1.0}, r"moe_expert_capacity_factor"),
         ({**MOE, "moe_input_jitter_eps": 0.1}, r"moe_input_jitter_eps: its noise"),
+        ({"qk_clip": True}, r"qk_clip: the weights are changed"),
+        ({"finalize_model_grads_func": print}, r"finalize_model_grads_func: gradients are"),
         ({**MOE, "moe_router_topk_limited_devices": 1}, r"moe_router_topk_limited_devices: its gr"),
     ],
     ids=lambda value: str(list(value)[-1]) if isinstance(value, dict) else "",
