@@ -44,7 +44,8 @@ def run_cell(sweep_json: str, cell_json: str) -> None:
 def _gpus_seen() -> int:
     """By torch, in a process of its own, whose import of it takes nothing from what is measured."""
     command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
-    return int(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    asked = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=_AWAY_S)
+    return int(asked.stdout)
 
 
 def measure_on_slurm(sweep: Sweep, cells: Sequence[Cell], done: Callable[[Cell], None]) -> None:
