@@ -120,7 +120,10 @@ def _also_alone(plain: Any) -> Any:
 def _end_failed_batches() -> None:
     """Makes a batch of messages, as Megatron's between stages, end NCCL's group where one of them
     raises, as all do after an abort: torch leaves it open, and what the thread launches later, in
-    whatever communicator, never runs."""
+    whatever communicator, never runs. So do collectives whose parts differ in size, as experts
+    have them with tensor parallelism, of which torch makes a batch of one for each part."""
+    for name in ("all_gather", "reduce_scatter"):
+        setattr(dist, name, _ending_its_batch(getattr(dist, name)))
     plain = dist.batch_isend_irecv
 
     @functools.wraps(plain)
@@ -135,6 +138,24 @@ def _end_failed_batches() -> None:
             raise
 
     dist.batch_isend_irecv = batch_isend_irecv
+
+
+def _ending_its_batch(plain: Any) -> Any:
+    signature = inspect.signature(plain)
+
+    @functools.wraps(plain)
+    def collective(*args: Any, **options: Any) -> Any:
+        try:
+            return plain(*args, **options)
+        except BaseException:
+            given = signature.bind(*args, **options).arguments
+            group, parts = given.get("group"), [x for x in given.values() if isinstance(x, list)]
+            if group is not None and parts and len({part.numel() for part in parts[0]}) > 1:
+                with contextlib.suppress(RuntimeError):  # where none had begun
+                    group._end_coalescing(parts[0][0].device)
+            raise
+
+    return collective
 
 
 def _is_stand_in(group: Any, device: Any) -> bool:

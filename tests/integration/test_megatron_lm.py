@@ -235,15 +235,39 @@ def test_a_script_that_never_trains_is_told_at_submit(config: Config, tmp_path: 
         derive_spec(config(script=script))
 
 
-def test_what_the_script_gives_and_nobody_uses_is_told_at_submit(
-    config: Config, tmp_path: Path, megatron_lm: Path
+@pytest.mark.parametrize(
+    ("before", "put", "told"),
+    [
+        (
+            "        get_embedding_ranks=get_embedding_ranks,",
+            "        non_loss_data_func=len,\n",
+            r"more\.py gives non_loss_data_func to pretrain",
+        ),
+        (
+            'if __name__ == "__main__":',
+            "import megatron.training.training as loop\nloop.get_megatron_optimizer = len\n",
+            r"more\.py replaces megatron\.training\.training\.get_megatron_optimizer",
+        ),
+        (
+            'if __name__ == "__main__":',
+            "def own(parser):\n"
+            "    parser.set_defaults(optimizer='sgd')\n"
+            "    return parser\n"
+            "plain = pretrain\n"
+            "def pretrain(*given, **options):\n"
+            "    plain(*given, **options | {'extra_args_provider': own})\n",
+            r"the script sets --optimizer sgd: not supported",
+        ),
+    ],
+)
+def test_what_a_script_has_of_its_own_and_nobody_uses_is_told_at_submit(
+    config: Config, tmp_path: Path, megatron_lm: Path, before: str, put: str, told: str
 ) -> None:
     script = tmp_path / "more.py"
     plain = (megatron_lm / "pretrain_gpt.py").read_text(encoding="utf-8")
-    call = "        get_embedding_ranks=get_embedding_ranks,"
-    assert plain.count(call) == 1
-    script.write_text(plain.replace(call, f"{call}\n        non_loss_data_func=len,"))
-    with pytest.raises(ConfigError, match=r"more\.py gives non_loss_data_func to pretrain"):
+    assert plain.count(before) == 1
+    script.write_text(plain.replace(before, f"{put}{before}"))
+    with pytest.raises(ConfigError, match=told):
         derive_spec(config(script=script))
 
 

@@ -103,6 +103,8 @@ class Script:
             module_globals.answer_per_world(module)
         vars(self.arguments)["_print_args"] = lambda *_args: None
         self._defaults = validation.take_over(self.arguments)
+        self._parse, self._validate = self.arguments.parse_args, self.arguments.validate_args
+        self._functions = pretrain_call.functions_of(self.training)
 
     @property
     def identity(self) -> object:
@@ -150,6 +152,9 @@ class Script:
         unset = {name for name, value in parsed.items() if value is None}
         parsed |= {name: self._defaults[name] for name in unset & self._defaults.keys()}
         problems = judged(parsed, plain)
+        by_words = self._by_words_alone(layout, dict(self._defaults))
+        of_plain = {name: by_words[name] for name in plain if name in by_words}
+        problems += [f"the script sets {each}" for each in judged(vars(captured.args), of_plain)]
         problems += validation.refused(captured.args)
         problems += agreement(self._words, vars(captured.args))
         if problems:
@@ -165,6 +170,19 @@ class Script:
         return module_globals.namespace_of(groups, self.variables)[f"{_GIVEN}ARGS"]
 
     # ---- the run of the script
+
+    def _by_words_alone(self, layout: Layout, defaults: dict[str, Any]) -> dict[str, Any]:
+        """What Megatron's parser has there by the words and a script's `args_defaults`, where the
+        script changes nothing."""
+        with (
+            thread.groups_in_use(types.SimpleNamespace()),
+            self._as_started(layout),
+            _imports(self._path),
+            self._arguments_taken(),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
+            args = self._parse(ignore_unknown_args=True)
+            return vars(self._validate(args, defaults))
 
     def _capture(self, layout: Layout) -> Captured:
         world = types.SimpleNamespace()  # nobody's: Megatron's globals while the script runs
@@ -188,7 +206,8 @@ class Script:
             provider = given.get("model_provider") or given.get("model_provider_func")
             config = None if provider else given["cfg_container"].model
             builder = None if config is None else pretrain_call.builder_of(config, main)
-            if problems := pretrain_call.refused(given, args, builder):
+            problems = pretrain_call.refused(given, args, builder)
+            if problems := [*problems, *pretrain_call.replaced(self.training, self._functions)]:
                 raise ConfigError(*(f"model.script: {self._path} {each}" for each in problems))
         validation.complete(args)
         return Captured(

@@ -1,11 +1,12 @@
-"""What a script hands to Megatron's `pretrain` that an elastic run would leave out."""
+"""What a script hands to Megatron's `pretrain`, or has replaced of its loop, that an elastic run
+would leave out."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
 from collections.abc import Iterator, Mapping
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 _TAKEN = (
@@ -21,6 +22,30 @@ _TAKEN = (
     "inprocess_call_wrapper",
 )
 """How the names of arguments begin that are used here; the last two any script may give."""
+
+
+_CALLED = ("get_train_valid_test_num_samples", "num_floating_point_operations")
+"""The functions of Megatron's loop that are called here too."""
+
+
+def functions_of(training: ModuleType) -> dict[str, FunctionType]:
+    """Those of `megatron.training.training` that make a plain job's steps, by name."""
+    return {
+        name: value
+        for name, value in vars(training).items()
+        if isinstance(value, FunctionType)
+        and (value.__module__ == training.__name__ or name == "get_megatron_optimizer")
+        and name not in _CALLED
+    }
+
+
+def replaced(training: ModuleType, before: Mapping[str, FunctionType]) -> list[str]:
+    """What a script has put in the place of such functions, by name."""
+    return [
+        f"replaces {training.__name__}.{name}, which is not called here"
+        for name, plain in before.items()
+        if getattr(training, name, None) is not plain
+    ]
 
 
 def builder_of(config: Any, main: ModuleType) -> Any:

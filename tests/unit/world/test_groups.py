@@ -239,6 +239,32 @@ def test_a_batch_of_messages_that_fails_leaves_no_group_of_nccls_open(
     group.close()
 
 
+@pytest.mark.parametrize(
+    ("name", "method"), [("all_gather", "allgather"), ("reduce_scatter", "reduce_scatter")]
+)
+def test_a_collective_of_uneven_parts_that_fails_leaves_no_group_of_nccls_open(
+    name: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own code begins one there, and does not end it."""
+    install_sentinel(0)
+    group = Group(f"test/uneven/{name}", (0, 1), 0, CPU)
+    open_groups: list[Any] = []
+
+    def fail(*_args: Any, **_options: Any) -> None:
+        open_groups.append(torch.device("cpu"))
+        raise dist.DistBackendError("NCCL communicator was aborted")
+
+    monkeypatch.setattr("liver_hpc.world.groups._is_fake", lambda *_of: False)
+    monkeypatch.setattr(dist.ProcessGroup, method, fail)
+    monkeypatch.setattr(dist.ProcessGroup, "_end_coalescing", lambda _, at: open_groups.remove(at))
+    parts, whole = [torch.ones(1), torch.ones(2)], torch.ones(1)
+    given = (parts, whole) if name == "all_gather" else (whole, parts)
+    with pytest.raises(RuntimeError, match="was aborted"):
+        getattr(dist, name)(*given, group=group.process_group)
+    assert not open_groups
+    group.close()
+
+
 def test_a_batch_that_never_began_ends_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     install_sentinel(0)
     one, other = (Group(f"test/{name}", (0, 1), 0, CPU) for name in ("one", "other"))
