@@ -476,6 +476,7 @@ class LateGroup(Group):
         self.members = members
         self.rank = members.index(worker)
         self.backend = None
+        self.pairs = set()
         self.process_group = object()
         self._device = device
 

@@ -52,8 +52,8 @@ NCCL_LOG_BYTES = 4 * 2**20
 """So much that was read is left in a log of NCCL."""
 NCCL_SETTINGS = {
     # All paths of a group's collectives are opened while it connects, beside training; else each is
-    # when it is first used, in the first step of a world that has taken over, as those of messages
-    # and of all-to-all still are.
+    # when it is first used, in the first step of a world that has taken over. For those of messages
+    # and of all-to-all see `groups.Group.pairs`.
     "NCCL_RUNTIME_CONNECT": "0",
     # Transformer Engine's attention over a context-parallel group else sends in pairs, for which
     # torch makes a communicator each when it is first used: the group's store is closed by then.

@@ -22,9 +22,11 @@ from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import TransferError
 from liver_hpc.host.process import all_at_once
 from liver_hpc.transport import gloo_sockets, gloo_waits
+from liver_hpc.transport.wire import group_wire
 from liver_hpc.world.device import Device, Network
 
 # Any: torch's stubs know few of these names, and some wrongly.
@@ -197,6 +199,8 @@ class Group:
     """One process group of one world; `members` are worker ids in group-rank order.
 
     backend: the real one; None before the group is connected, and of a group of one.
+    pairs: the members with whom this one exchanges messages, as with a neighbouring stage. NCCL
+    connects a pair at its first message: that is when the group connects, and not in a step.
     """
 
     def __init__(self, name: str, members: tuple[int, ...], worker: int, device: Device) -> None:
@@ -204,6 +208,7 @@ class Group:
         self.members = members
         self.rank = members.index(worker)
         self.backend: Any = None
+        self.pairs = set[int]()
         self._device = device
         self._prefix = dist.PrefixStore(name, lone_store())
         self.process_group = dist.ProcessGroup(self._prefix, self.rank, len(members))
@@ -245,6 +250,21 @@ class Group:
         self.attach(
             network.open_backend(prefix, self.rank, len(self.members), timeout_s, peers, check)
         )
+        if self._device.late and self.pairs:
+            ranks = {member: rank for rank, member in enumerate(self.members)}
+            device, lane = self._device.torch_device, self._device.new_lane()
+            wire = group_wire(self.backend, ranks, device, lane)
+            wire.meet(self.pairs, Deadline.after(SystemClock(), timeout_s, f"{peers} to meet"))
+
+    def pair_with_all(self) -> None:
+        """All members will exchange messages."""
+        self.pairs |= {*self.members} - {self.members[self.rank]}
+
+    def pair_with_neighbours(self) -> None:
+        """Each member will exchange messages with the next one, and the last with the first."""
+        size = len(self.members)
+        self.pairs |= {self.members[(self.rank + way) % size] for way in (1, -1)}
+        self.pairs -= {self.members[self.rank]}
 
     def close(self) -> None:
         """Forgets the group. Its connections close once nobody holds the backend any more; NCCL's

@@ -30,7 +30,7 @@ from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.tensors import TensorSpec
 from liver_hpc.world import thread
-from liver_hpc.world.groups import GroupBook
+from liver_hpc.world.groups import Group, GroupBook
 from liver_hpc.world.module_globals import Instead
 from liver_hpc.world.parallel_state import answer_from
 
@@ -409,12 +409,18 @@ def group_collection(rank_map: RankMap, at: Coordinate, book: GroupBook) -> Proc
     eps = range(at.replica - ep_rank, at.replica - ep_rank + layout.ep)
     ends = sorted({0, layout.pp - 1})
 
-    def group(tps: Sequence[int], pps: Sequence[int], replicas: Sequence[int]) -> Any:
+    def made(tps: Sequence[int], pps: Sequence[int], replicas: Sequence[int]) -> Group:
         members = [Coordinate(t, p, r) for p in pps for r in replicas for t in tps]
-        return book.group(map(rank_map.worker_at, members)).process_group
+        return book.group(map(rank_map.worker_at, members))
+
+    def group(tps: Sequence[int], pps: Sequence[int], replicas: Sequence[int]) -> Any:
+        return made(tps, pps, replicas).process_group
 
     tp, pp, me = (at.tp,), (at.pp,), (at.replica,)
     here = group(tp, pp, me)
+    made(tp, pps, me).pair_with_neighbours()
+    made(tp, pp, cps).pair_with_neighbours()  # as attention goes round; else it reduces
+    made(tp, pp, eps).pair_with_all()
     groups = {
         "pp": group(tp, pps, me),
         "embd": group(tp, ends, me) if at.pp in ends else None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +27,7 @@ from liver_hpc.world import rehearsed
 from liver_hpc.world.device import Device, Network, Room
 from liver_hpc.world.groups import GroupBook
 from liver_hpc.world.rehearsed import Shapes
-from tests.late_device import LateBackend, LateDevice, LateNetwork, Machines
+from tests.late_device import LateBackend, LateDevice, LateGroup, LateNetwork, Machines
 from tests.late_worlds import ANSWER_S, LateRun, LateWorld, late_worlds
 from tests.unit.layout.models import TIED
 
@@ -244,6 +245,31 @@ def new_pairs(run: LateRun) -> list[tuple[str, int]]:
     ended = run.hand_off(MOVED)
     assert ended.outcome == "completed", ended.detail
     return sorted((name, peer) for _, name, peer in pairs() - before)
+
+
+@pytest.mark.parametrize(
+    ("told", "pairs"),
+    [
+        (LateGroup.pair_with_neighbours, [{1, 3}, {0, 2}, {1, 3}, {2, 0}]),
+        (LateGroup.pair_with_all, [{1, 2, 3}, {0, 2, 3}, {0, 1, 3}, {0, 1, 2}]),
+        (lambda _group: None, [set(), set(), set(), set()]),
+    ],
+)
+def test_a_group_connects_the_pairs_that_exchange_messages(
+    told: Callable[[LateGroup], None], pairs: list[set[int]], machines: Machines
+) -> None:
+    store, members = dist.HashStore(), (5, 3, 8, 4)
+    networks = {worker: LateNetwork(LateDevice(machines, worker)) for worker in members}
+
+    def connect(worker: int) -> None:
+        group = LateGroup("stages", members, worker, networks[worker]._device)
+        told(group)
+        group.connect(networks[worker], store, 10.0)
+
+    with ThreadPoolExecutor(len(members)) as pool:
+        list(pool.map(connect, members))
+    assert [networks[worker].opened[0].pairs for worker in members] == pairs
+    assert not machines.unfinished()
 
 
 # ---- overlap

@@ -15,6 +15,7 @@ from torch._C import _distributed_c10d as native
 from torch.distributed import distributed_c10d as c10d
 
 from liver_hpc.host.interfaces import address_towards
+from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.world.device import Device, Network
 from liver_hpc.world.groups import Group, GroupBook, install_sentinel
 
@@ -278,6 +279,28 @@ def test_a_batch_that_never_began_ends_no_group(monkeypatch: pytest.MonkeyPatch)
     assert not ended
     for group in (one, other):
         group.close()
+
+
+def test_stages_contexts_and_experts_know_their_pairs() -> None:
+    """Worker 0 of tp2 pp4, two data-parallel replicas of two contexts each, experts over both."""
+    from liver_hpc.world.megatron import group_collection
+
+    layout = Layout(tp=2, pp=4, dp=2, cp=2, ep=4)
+    rank_map, first = RankMap(layout, tuple(range(layout.workers))), layout.coordinate(0)
+    install_sentinel(0)
+    book = GroupBook(0, 0, Device(torch.device("cpu")))
+    group_collection(rank_map, first, book)
+
+    def worker(pp: int, replica: int) -> int:
+        return rank_map.worker_at(Coordinate(0, pp, replica))
+
+    pairs = {group.members: group.pairs for group in book._groups.values() if group.pairs}
+    assert pairs == {
+        tuple(worker(pp, 0) for pp in range(4)): {worker(1, 0), worker(3, 0)},
+        (0, worker(0, 1)): {worker(0, 1)},
+        tuple(worker(0, r) for r in range(4)): {worker(0, 1), worker(0, 2), worker(0, 3)},
+    }
+    book.close()
 
 
 # ---- stand-ins
