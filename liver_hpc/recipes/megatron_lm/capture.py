@@ -182,7 +182,7 @@ class Script:
             contextlib.redirect_stdout(io.StringIO()),
         ):
             args = self._parse(ignore_unknown_args=True)
-            return vars(self._validate(args, defaults))
+            return dict(vars(self._validate(args, defaults)))
 
     def _capture(self, layout: Layout) -> Captured:
         world = types.SimpleNamespace()  # nobody's: Megatron's globals while the script runs
