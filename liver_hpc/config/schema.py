@@ -321,6 +321,7 @@ class DeadlineSection(Section):
     boundary_s: Seconds = 300.0
     evaluation_s: Seconds = 600.0
     transfer_s: Seconds = 120.0
+    checkpoint_s: Seconds = 3600.0
     release_s: Seconds = 60.0
     collective_s: Seconds = 300.0
     control_s: Seconds = 30.0

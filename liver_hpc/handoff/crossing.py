@@ -187,7 +187,7 @@ class Crossing:
         """The same with the memory of one world: gradients are dead at the boundary, and in their
         room one kind of state after the other changes over. Then the target's come to be."""
         target, limits = self._target, self._limits
-        waits_s = limits.boundary_s + 2 * limits.transfer_s + limits.word_s
+        waits_s = limits.boundary_s + limits.checkpoint_s + limits.transfer_s + limits.word_s
         scalars = self._boundary(waits_s)  # from here on the way back is the checkpoint
         self._free(GRADIENT)
         parts = []

@@ -112,7 +112,7 @@ class HandoffMachine:
         awaited: list[Awaited] = [(w, m.AtBoundary) for w in now.source_workers]
         awaited += [(w, m.Vote) for w in everybody]
         limits = self._limits_of(now.request)
-        writes_s = limits.transfer_s if now.request.bounded else 0.0
+        writes_s = limits.checkpoint_s if now.request.bounded else 0.0
         self._enter(Phase.ARMED, limits.boundary_s + writes_s, awaited)
         # In bounded memory the target computes nothing before the point of no return.
         shared = now.kept_groups > 0 and not now.request.bounded

@@ -250,7 +250,7 @@ class Lifecycle:
             self._train()
         else:
             self._note(f"reading {resumed.path}: {self.world}")
-            self._set_deadline(self._limits.prepare_s + self._limits.transfer_s)
+            self._set_deadline(self._limits.prepare_s + self._limits.checkpoint_s)
 
     def _train(self) -> None:
         self._state, self._deadline = TRAINING, None
@@ -389,7 +389,7 @@ class Lifecycle:
     def _stop_limit_s(self, world: WorldRef, saves: bool) -> float:
         """From the word to the last worker's end: steps, and what is written."""
         steps_s = self.elastic.estimates.handoffs.steps_s(world.rank_map, world.rank_map)
-        writes_s = self._limits.transfer_s if saves else 0.0
+        writes_s = self._limits.checkpoint_s if saves else 0.0
         return self._limits.beside_steps(steps_s).boundary_s + writes_s
 
     @property

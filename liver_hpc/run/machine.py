@@ -332,11 +332,13 @@ class Run(Lifecycle):
 
     def _finished(self, message: m.Finished) -> None:
         """A worker has done its last step; the others are about to."""
+        limits = self._limits
         self.agents.finished.add(message.worker)
         self._steps_done = message.step
         if self._state is TRAINING:
             self._state = STOPPING
-            self._set_deadline(self._limits.boundary_s)
+            writes_s = 0.0 if self.config.checkpoint.every_steps is None else limits.checkpoint_s
+            self._set_deadline(limits.boundary_s + writes_s)
         elif self.recoveries.involves(message.worker):  # it hears of no world any more
             self.recoveries.lost(message.worker, "it has done its last step")
         self.handoffs.feed(message)

@@ -79,7 +79,7 @@ class Trainer(WorldHolder):
             raise LeftWorld(f"cannot go on from {path}: {error}", generation) from error
         self.step = restored.scalars.step
         context.send(restored)
-        limit_s = limits.prepare_s + limits.transfer_s
+        limit_s = limits.prepare_s + limits.checkpoint_s
         if not self.proceed.wait(limit_s):
             raise DeadlineError(f"waited {limit_s:g} s for all workers to restore from {path}")
 

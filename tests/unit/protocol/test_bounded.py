@@ -165,7 +165,7 @@ def test_the_transfer_has_its_time_from_when_the_checkpoint_stands(bounded: Boun
 
 def test_a_checkpoint_that_does_not_come_in_time_calls_the_handoff_off(bounded: Bounded) -> None:
     bounded.stand(0)
-    bounded.clock.advance(DeadlineSection().transfer_s)
+    bounded.clock.advance(DeadlineSection().checkpoint_s)
     bounded.feed(DeadlinePassed())
     assert bounded.machine.phase is Phase.ABORT
     assert bounded.told() == []
@@ -174,7 +174,7 @@ def test_a_checkpoint_that_does_not_come_in_time_calls_the_handoff_off(bounded: 
 def test_a_checkpoint_that_is_waited_for_is_named(bounded: Bounded) -> None:
     bounded.stand(0)
     bounded.stand(1)
-    bounded.clock.advance(DeadlineSection().transfer_s)
+    bounded.clock.advance(DeadlineSection().checkpoint_s)
     bounded.feed(DeadlinePassed())
     assert bounded.machine.attempt is not None
     assert bounded.machine.attempt.reason.endswith("s for the checkpoint of the boundary")

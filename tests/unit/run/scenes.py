@@ -22,6 +22,7 @@ DEADLINES = {
     "prepare_s": 20.0,
     "boundary_s": 30.0,
     "transfer_s": 12.0,
+    "checkpoint_s": 14.0,
     "release_s": 6.0,
     "exit_s": 2.0,
     "heartbeat_s": 3.0,

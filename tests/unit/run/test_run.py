@@ -653,6 +653,27 @@ def test_an_evaluation_is_made_up_for_that_the_start_before_did_not_do(
     assert begin.evaluate is owes
 
 
+def test_a_start_waits_for_its_checkpoint_to_be_read_as_long_as_the_run_file_says() -> None:
+    run, _ = begun(e.Memory(4))
+    limits = run.config.limits
+    late_s = 4.0 + limits.prepare_s + limits.checkpoint_s
+    assert not of(End, run.handle(e.Tick(), late_s - 2.0))
+    (end,) = of(End, run.handle(e.Tick(), late_s + 1.0))
+    assert "for Restored of workers" in end.reason  # type: ignore[attr-defined]
+
+
+def test_the_last_checkpoint_is_waited_for_as_long_as_the_run_file_says() -> None:
+    """A worker that has written its part has done its last step; others write for longer."""
+    run, begin = begun(e.Memory(), 5)
+    first, *_ = begin.rank_map.rank_map().workers
+    run.handle(e.StateRestored(begin.generation), 4.0)
+    run.handle(m.Finished(worker=first, step=run.config.train.steps), 5.0)
+    limits = run.config.limits
+    late_s = 5.0 + limits.boundary_s + limits.checkpoint_s
+    assert not of(End, run.handle(e.Tick(), late_s - 1.0))
+    assert of(End, run.handle(e.Tick(), late_s + 1.0))
+
+
 @pytest.mark.parametrize("told", ["one cannot read it", "digests differ", "nobody says"])
 def test_a_start_waits_until_it_is_known_whether_its_checkpoint_is_damaged(told: str) -> None:
     """A large one is read for longer than workers would be waited for."""
@@ -1133,7 +1154,7 @@ def test_who_stops_a_run_is_told_how_long_that_may_take() -> None:
     answer = play.ask(m.StopRequest(checkpoint=True))
     assert play.run._deadline is not None
     assert answer.stops_within_s == play.run._deadline.limit_s
-    assert answer.stops_within_s > play.run.config.limits.transfer_s + 3 * 400.0
+    assert answer.stops_within_s > play.run.config.limits.checkpoint_s + 3 * 400.0
 
 
 def test_a_recovery_comes_before_the_stop_that_it_delays() -> None:
