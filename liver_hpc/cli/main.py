@@ -246,10 +246,15 @@ def _ask(options: argparse.Namespace) -> int:
 
 
 def _stop(options: argparse.Namespace) -> int:
+    from liver_hpc.checkpoint.index import newest_step
     from liver_hpc.cli.client import stop
 
     run = _find(options.run, options)
-    return _tell(run, stop(run, options.timeout_s, options.checkpoint))
+    outcome = stop(run, options.timeout_s, options.checkpoint)
+    code = _tell(run, outcome)
+    if not options.checkpoint or outcome is None or not outcome.step:
+        return code
+    return code if newest_step(run.checkpoints_path) >= outcome.step else EXIT_FAILED
 
 
 def _report(options: argparse.Namespace) -> int:

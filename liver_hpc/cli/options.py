@@ -250,8 +250,8 @@ def _operator_options(of_run: Callable[[str, str], argparse.ArgumentParser]) -> 
     add("--undo", action="store_true", help="a node that was drained is used again")
     add = of_run("stop", "end a run at its next step boundary").add_argument
     add("--timeout-s", type=_seconds, metavar="S", help="wait at most this long for the end")
-    text = "write the state to disk first, so that the run can go on from there"
-    add("--checkpoint", action="store_true", help=text)
+    text = "write the state to disk first, so that the run can go on from there; exit code 1 where "
+    add("--checkpoint", action="store_true", help=f"{text}that failed")
 
 
 def _doctor_options(parser: argparse.ArgumentParser) -> None:

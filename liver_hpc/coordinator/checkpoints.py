@@ -140,12 +140,13 @@ class Checkpoints:
 
     # ---- before the run
 
-    def open(self) -> e.Resumed | None:
+    def open(self, wrote: int | None = None) -> e.Resumed | None:
         """What this run goes on from; None for a new one. Clears away what was never completed, and
-        sets aside what is damaged and newer.
+        sets aside what is damaged and newer. wrote: the step of the newest checkpoint that starts
+        before have written.
 
-        Raises CheckpointError when all are damaged or it is of another model, ConfigError when the
-        directory is somebody else's.
+        Raises CheckpointError when all are damaged, or gone, or it is of another model, ConfigError
+        when the directory is somebody else's.
         """
         claim_checkpoints(self._run, self._config, check_over)
         put_back(self.directory)
@@ -158,6 +159,15 @@ class Checkpoints:
         if others and own is None and not self._config.checkpoint.goes_on_from_others:
             raise CheckpointError(f"another job has saved over {others[-1]}; there is no other one")
         loaded = to_load(self._config, self.directory, own)
+        goes_on = own is not None or (
+            loaded is not None and loaded.path.parent.samefile(self.directory)
+        )
+        if wrote is not None and not others and not goes_on:
+            gone = f"the checkpoint of step {wrote}, which this run has written, is gone"
+            raise CheckpointError(
+                f"{self.directory}: {gone}, and there is no other one of it: put one back and "
+                "resume the run, or submit the run file as a new one"
+            )
         if loaded is not None:
             self._source = loaded
             of = "the layout of another job"

@@ -90,9 +90,11 @@ class FileWork(Generic[T]):
 
 def remove(path: Path) -> None:
     """Of a directory that cannot be removed only the log speaks: the run goes on."""
-    if not path.exists():
-        return
     try:
+        if path.is_symlink():  # what it leads to is an archive's
+            path.unlink()
+        if not path.exists():
+            return
         # Without its index first: half a directory must not look like a checkpoint.
         (path / INDEX_FILE).unlink(missing_ok=True)
         shutil.rmtree(path)

@@ -221,7 +221,7 @@ class Coordinator:
             e.CoordinatorStarted(
                 attributes=dict(self._services.attributes),
                 checkpoints=str(self._checkpoints.directory),
-                resumed=self._checkpoints.open(),
+                resumed=self._checkpoints.open(memory.wrote),
                 memory=memory,
             )
         )

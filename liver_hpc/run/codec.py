@@ -96,11 +96,14 @@ def decode_attempt(values: Mapping[str, Any]) -> AttemptBegins:
 def memory_of(entries: Iterable[Entry]) -> Memory:
     """What the starts that a journal tells of leave for the next one; of any release's journal."""
     last_generation, ceiling, drained, evaluated, agents, in_vain = -1, None, (), 0, 0, 0
+    wrote = None
     for entry in entries:
         for said in entry.event.get("messages", (entry.event,)):
             last_generation = max(last_generation, said.get("generation", -1))
         if entry.event.get("type") == "evaluated":
             evaluated = max(evaluated, entry.event["step"])
+        elif entry.event.get("type") == "checkpoint_written":
+            wrote = entry.event["step"]
         for action in entry.actions:
             if action["type"] == "remember":
                 ceiling, drained = action["ceiling"], tuple(action["drained"])
@@ -114,4 +117,4 @@ def memory_of(entries: Iterable[Entry]) -> Memory:
                 in_vain = in_vain + 1 if too_few and action["state"] == "requeue" else 0
             elif action["type"] == "record" and action["table"] == "reconfigurations":
                 last_generation = max(last_generation, action["row"]["generation"])
-    return Memory(last_generation, ceiling, drained, evaluated, agents, in_vain)
+    return Memory(last_generation, ceiling, drained, evaluated, agents, in_vain, wrote)

@@ -105,7 +105,8 @@ class Memory:
     most workers that the run grows to by itself; None where nobody has said. drained: nodes that
     operators keep it off. evaluated: the most steps after which there was an evaluation. agents:
     how many were started; a later one has a name of its own, as one of those may live still.
-    in_vain: how many starts in a row had too few nodes, each in a job that was queued again.
+    in_vain: how many starts in a row had too few nodes, each in a job that was queued again. wrote:
+    the step of the newest checkpoint that the run has written; None before the first.
     """
 
     last_generation: int = -1
@@ -114,6 +115,7 @@ class Memory:
     evaluated: int = 0
     agents: int = 0
     in_vain: int = 0
+    wrote: int | None = None
 
 
 @dataclass(frozen=True)

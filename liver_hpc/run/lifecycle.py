@@ -154,6 +154,7 @@ class Lifecycle:
         self._checkpoints = ""
         self._checkpointed: tuple[int, str] | None = None  # the newest one's step and directory
         self._checkpoint_failure = ""
+        self._wrote: int | None = None  # the step of the newest one that the run itself has written
         self._first_generation = 0
         self.first_layout = layouts[0]
         self._may_launch = False
@@ -414,7 +415,10 @@ class Lifecycle:
             return
         steps, done = self.config.train.steps, self._steps_done
         every = self.config.train.stop_every_steps
-        if done >= steps:
+        is_saved = self._checkpointed is not None and self._checkpointed[0] == done
+        if done >= steps and not is_saved and self.config.checkpoint.every_steps is not None:
+            self._fail(f"all {steps} steps are done, but not saved: {self._saved(done)}")
+        elif done >= steps:
             self._end(Ending.FINISHED, f"all {steps} steps are done")
         elif self._stop_reason:
             saved = f"; {self._saved(done)}" if self._stop_saves else ""
@@ -506,6 +510,7 @@ class Lifecycle:
             self._evaluated_step,
             self.agents.started,
             self._in_vain,
+            self._wrote,
         )
 
     def expects(self, worker: int) -> bool:

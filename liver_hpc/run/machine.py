@@ -99,6 +99,7 @@ class Run(Lifecycle):
     def _coordinator_started(self, event: e.CoordinatorStarted) -> None:
         self._checkpoints, self._resumed = event.checkpoints, event.resumed
         self._evaluated_step, self._in_vain = event.memory.evaluated, event.memory.in_vain
+        self._wrote = event.memory.wrote
         known = [event.memory.last_generation]
         if self._resumed is not None and self._resumed.weights:
             self._note(f"begins with the weights of {self._resumed.path}")
@@ -432,6 +433,7 @@ class Run(Lifecycle):
 
     def _checkpoint_written(self, event: e.CheckpointWritten) -> None:
         self._checkpointed, self._checkpoint_failure = (event.step, event.path), ""
+        self._wrote = event.step
         self.recoveries.note_checkpoint(event.step)
         self.elastic.estimates.handoffs.observe_checkpoint(event.largest_bytes, event.took_s)
         took = f"{event.total_bytes} bytes in {event.took_s:.2f} s"

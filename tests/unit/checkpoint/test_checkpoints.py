@@ -26,7 +26,7 @@ from liver_hpc.checkpoint.index import (
 from liver_hpc.checkpoint.newest import newest_checkpoint
 from liver_hpc.config.megatron_checkpoint import tracked_step
 from liver_hpc.coordinator import checkpoints as module
-from liver_hpc.coordinator.file_work import FileWork
+from liver_hpc.coordinator.file_work import FileWork, remove
 from liver_hpc.errors import CheckpointError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol.messages import NotRestored, Restored, Saved
@@ -539,6 +539,26 @@ def test_where_all_are_damaged_the_run_does_not_begin_anew(disk: Disk) -> None:
         with pytest.raises(CheckpointError, match=said):
             Disk(TIED, disk.run_directory).checkpoints.open()
         assert disk.steps() == ["iter_0000004", "iter_0000008"]
+
+
+def test_where_all_are_gone_the_run_does_not_begin_anew(disk: Disk) -> None:
+    disk.save(TWO, 4)
+    shutil.rmtree(disk.directory / "iter_0000004")
+    later = Disk(TIED, disk.run_directory).checkpoints
+    with pytest.raises(CheckpointError, match="the checkpoint of step 4, which this run has writ"):
+        later.open(wrote=4)
+    assert later.open() is None, "of a run that has written none"
+
+
+def test_of_one_that_is_a_link_the_link_goes(disk: Disk, tmp_path: Path) -> None:
+    """Its owner has moved the checkpoint to an archive."""
+    disk.save(TWO, 4)
+    archived = (disk.directory / "iter_0000004").rename(tmp_path / "archived")
+    (disk.directory / "iter_0000004").symlink_to(archived)
+    before = sorted(path.name for path in archived.iterdir())
+    remove(disk.directory / "iter_0000004")
+    assert sorted(path.name for path in archived.iterdir()) == before
+    assert disk.steps() == []
 
 
 def test_one_whose_bytes_have_changed_is_set_aside_for_the_next_start(disk: Disk) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import pytest
 
 from liver_hpc import __version__
+from liver_hpc.checkpoint.index import INDEX_FILE
 from liver_hpc.cli import client
 from liver_hpc.cli import main as cli
 from liver_hpc.cli.options import new_parser
@@ -248,6 +249,19 @@ def test_stop_waits_for_the_outcome(standin: StandIn, capsys: Captured) -> None:
     ended.join()
     assert "stopped at step 7: asked to" in capsys.readouterr().out
     assert standin.requests.get(timeout=5) == StopRequest()
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_stop_with_a_checkpoint_fails_where_there_is_none(
+    written: bool, run: RunDirectory, standin: StandIn
+) -> None:
+    if written:
+        (index := run.checkpoints_path / "iter_0000007" / INDEX_FILE).parent.mkdir(parents=True)
+        index.write_text("{}")
+    ended = threading.Thread(target=standin.run, args=(30.0,))
+    ended.start()
+    assert liver("stop", "latest", "--timeout-s", "20", "--checkpoint") == (0 if written else 1)
+    ended.join()
 
 
 def test_stop_gives_up_at_its_deadline(

@@ -310,7 +310,7 @@ def test_a_late_message_of_an_aborted_attempt_is_ignored(make: Start) -> None:
 
 
 def test_the_last_step_during_prepare_ends_the_run(make: Start) -> None:
-    run = make(train={"steps": 4, "global_batch": 8})
+    run = make(train={"steps": 4, "global_batch": 8}, checkpoint={"every_steps": None})
     run.cluster.faults.fail_at(2, Phase.PREPARE, Fault.SILENT)
     run.resize("tp=2,dp=2")
     run.reach(Phase.PREPARE)

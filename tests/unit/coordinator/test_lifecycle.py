@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def test_a_run_from_its_first_to_its_last_step(make: Start) -> None:
-    run = make(train={"steps": 3, "global_batch": 8})
+    run = make(train={"steps": 3, "global_batch": 8}, checkpoint={"every_steps": None})
     begin = m.Begin(
         generation=0, rank_map=m.WireRankMap(tp=1, pp=1, dp=2, workers=(0, 1), nodes=(0, 0))
     )
@@ -48,7 +48,8 @@ def test_a_finished_run_waits_longer_until_old_checkpoints_are_removed(
     make: Start, finished: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No next start removes them."""
-    run, limits = make(train={"steps": 3, "global_batch": 8}), list[float]()
+    train, limits = {"steps": 3, "global_batch": 8}, list[float]()
+    run = make(train=train, checkpoint={"every_steps": None})
     deadlines = run.coordinator._config.deadlines
     monkeypatch.setattr(
         run.coordinator._checkpoints, "close", lambda *limits_s: limits.extend(limits_s)

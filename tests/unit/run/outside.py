@@ -351,6 +351,7 @@ class TrainingWorld:
             elif member.aborted:
                 words += member.drop()
             if not stops and step >= last:
+                words.append(Saved(member.worker, self.generation, step))
                 words += member.finish()
         return said
 

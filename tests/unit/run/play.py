@@ -252,7 +252,8 @@ class Play:
         if worker.step >= self.scene.config.train.steps and any(
             isinstance(word, m.FirstStep) for word in words
         ):
-            self._up[worker.worker] += worker.finish()
+            saved = Saved(worker.worker, worker.world_generation, worker.step)
+            self._up[worker.worker] += [saved, *worker.finish()]
         if worker.dead:
             self.close(worker, "its process ended")
 

@@ -60,7 +60,7 @@ EVENTS: list[e.Event] = [
         {"config": "name: t\n"},
         "/checkpoints",
         e.Resumed("/checkpoints/step-5", 5, 3, "tp1 pp1 dp2"),
-        e.Memory(4, 2, ("n1", "n2"), 100, 7, 2),
+        e.Memory(4, 2, ("n1", "n2"), 100, 7, 2, 90),
     ),
     e.CoordinatorStarted(),
     e.LaunchAllowed(),

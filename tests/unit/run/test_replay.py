@@ -120,6 +120,11 @@ def test_what_was_remembered_last_counts() -> None:
     assert memory_of(journal) == Memory(-1, 2, ("n1", "n2"))
 
 
+def test_the_newest_checkpoint_is_known() -> None:
+    written = {"type": "checkpoint_written", "step": 8}
+    assert memory_of([entry(0, STARTED), entry(1, written), entry(2, STARTED)]).wrote == 8
+
+
 def test_agents_of_all_starts_are_counted() -> None:
     launch = {"type": "launch", "agents": [{"agent": "a0"}, {"agent": "a1"}]}
     start = {"type": "start_agent", "agent": "a2", "node": "n1"}

@@ -662,6 +662,23 @@ def test_a_start_waits_for_its_checkpoint_to_be_read_as_long_as_the_run_file_say
     assert "for Restored of workers" in end.reason  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("earlier", [None, 7])
+def test_a_run_whose_last_checkpoint_failed_is_not_finished(earlier: int | None) -> None:
+    run, begin = begun(e.Memory(), 5)
+    run.handle(e.StateRestored(begin.generation), 4.0)
+    steps, why = run.config.train.steps, "Disk quota exceeded"
+    if earlier is None:
+        run._checkpointed = None
+    else:
+        run.handle(e.CheckpointWritten(earlier, "/checkpoints/step-7", 8, 1.0, 8), 4.5)
+    run.handle(e.CheckpointFailed(steps, why), 5.0)
+    for worker in begin.rank_map.rank_map().workers:
+        run.handle(m.Finished(worker=worker, step=steps), 6.0)
+    assert run.ending is not None
+    assert run.ending.state is (Ending.FAILED if earlier is None else Ending.RESTART)
+    assert f"{why}; " in run.ending.reason
+
+
 def test_the_last_checkpoint_is_waited_for_as_long_as_the_run_file_says() -> None:
     """A worker that has written its part has done its last step; others write for longer."""
     run, begin = begun(e.Memory(), 5)
