@@ -203,7 +203,7 @@ class Checkpoints:
         if isinstance(message, NotRestored):
             self._source = None
             why = f"worker {message.worker}: {message.reason}"
-            self._find_out(lambda: self._refused(source, why))
+            self._find_out(lambda: self._refused(source, why, is_unread=True))
             return
         self._restored[message.worker] = message
         came, workers = self._restored.keys(), rank_map.workers
@@ -237,9 +237,9 @@ class Checkpoints:
             return self._refused(source, f"what was {what}: {problem}")
         return e.StateRestored(generation)
 
-    def _refused(self, source: Checkpoint | Loaded, problem: str) -> Found:
+    def _refused(self, source: Checkpoint | Loaded, problem: str, is_unread: bool = False) -> Found:
         """The run goes on from the checkpoint before where this one's files have changed; all of
-        them are read for that."""
+        them are read for that. is_unread: by a worker, on whose node it may not have been given."""
         if isinstance(source, Loaded):
             of_run = source.of_run
             files = [] if of_run is None else [*chain(*self._changed(of_run))]
@@ -248,8 +248,9 @@ class Checkpoints:
         changed, unread = map(_first, self._changed(source))
         if self._closed:  # the next start may be reading it
             return e.ShellFailed(f"{problem}; not all of its files were read again")
-        if unread and not changed:
-            return e.CheckpointDamaged(f"{problem}; {unread}; it is tried again")
+        if (unread or is_unread) and not changed:
+            read = unread or "its files are as they were written"
+            return e.CheckpointDamaged(f"{problem}; {read}; it is tried again")
         steps = [step for step, _ in complete_checkpoints(self.directory)]
         earlier = [step for step in steps if step < source.index.scalars.step]
         what = changed or "its files are as they were written"

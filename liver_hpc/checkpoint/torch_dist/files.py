@@ -26,7 +26,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch.distributed.checkpoint import filesystem, metadata
 
-from liver_hpc.checkpoint.index import part_name
+from liver_hpc.checkpoint.index import part_name, read_twice
 from liver_hpc.checkpoint.torch_dist.pickled import DAMAGE, torch_loaded, unpickled, unreadable
 from liver_hpc.config.megatron_checkpoint import COMMON_FILE, FORMAT_FILE, METADATA_FILE
 from liver_hpc.errors import CheckpointError
@@ -111,15 +111,19 @@ class Reader:
     def read(self, place: Place) -> Any:
         """A tensor or an object, on the CPU; raises CheckpointError, naming the file."""
         try:
-            if place.file != self._name:
-                self._open.close()
-                self._file = self._open.enter_context((self._path / place.file).open("rb"))
-                self._name = place.file
-            self._file.seek(place.start)
-            data = self._file.read(place.num_bytes)
-            return torch_loaded(io.BytesIO(data))
+            return torch_loaded(io.BytesIO(read_twice(lambda: self._bytes(place))))
         except DAMAGE as error:
             raise unreadable(self._path / place.file, error) from error
+
+    def _bytes(self, place: Place) -> bytes:
+        name, self._name = self._name, ""  # until it has been read: else it is opened anew
+        if place.file != name:
+            self._open.close()
+            self._file = self._open.enter_context((self._path / place.file).open("rb"))
+        self._file.seek(place.start)
+        data: bytes = self._file.read(place.num_bytes)
+        self._name = place.file
+        return data
 
     def __enter__(self) -> Reader:
         return self

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import builtins
 import collections
+import io
 import pickle
 import types
 from functools import cache
@@ -19,6 +20,7 @@ from typing import IO, Any
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
+from liver_hpc.checkpoint.index import read_twice
 from liver_hpc.errors import CheckpointError
 
 DAMAGE = (
@@ -101,8 +103,7 @@ _pickle_module = types.SimpleNamespace(
 def unpickled(path: Path) -> Any:
     """A pickle; raises CheckpointError, naming the file."""
     try:
-        with path.open("rb") as stream:
-            return _Unpickler(stream).load()
+        return _Unpickler(io.BytesIO(read_twice(path.read_bytes))).load()
     except DAMAGE as error:
         raise unreadable(path, error) from error
 

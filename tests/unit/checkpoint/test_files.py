@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import math
 import subprocess
 import sys
@@ -107,6 +108,29 @@ def test_elements_of_every_dtype_come_back(dtype: str, tmp_path: Path) -> None:
         ((_, place),) = saved.chunks
         read = reader.read(place)
     assert torch.equal(read.view(torch.uint8), written.view(torch.uint8))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_file_that_is_not_given_for_a_moment_is_read_again(
+    times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RankWriter(tmp_path, 0) as file:
+        file.add(["a"], (2,), ((0, 2),), torch.ones(2))
+    write_table(tmp_path, rank_lists(tmp_path, 1))
+    ((_, place),) = read_table(tmp_path).tensors["a"].chunks
+    opens, stale = Path.open, [OSError(errno.ESTALE, "Stale file handle")] * times
+
+    def opened(path: Path, *args: Any) -> Any:
+        if path.name == place.file and stale:
+            raise stale.pop()
+        return opens(path, *args)
+
+    monkeypatch.setattr(Path, "open", opened)
+    with Reader(tmp_path) as reader:
+        if times > 1:
+            with pytest.raises(CheckpointError, match=f"{place.file}.*Stale file handle"):
+                reader.read(place)
+        assert torch.equal(reader.read(place), torch.ones(2))
 
 
 def test_each_element_is_on_the_disk_once(tmp_path: Path) -> None:
