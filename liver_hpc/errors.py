@@ -64,6 +64,10 @@ class CheckpointError(LiverError):
     """A checkpoint cannot be read, is damaged, or is of another model."""
 
 
+class CheckpointOfAnotherRelease(CheckpointError):
+    """A later release has written it, which can read it: it is not passed over."""
+
+
 class CheckpointUnread(CheckpointError):
     """A file system does not give what a checkpoint holds just now: it may be whole."""
 

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -28,7 +28,7 @@ from liver_hpc.config.megatron_checkpoint import (
     TRACKER_FILE,
     iteration_path,
 )
-from liver_hpc.errors import CheckpointError, CheckpointUnread
+from liver_hpc.errors import CheckpointError, CheckpointOfAnotherRelease, CheckpointUnread
 from liver_hpc.host.files import write_whole
 from liver_hpc.layout.tensors import ModelSpec, Role
 from liver_hpc.protocol.messages import ClassDigest, ScalarState, WireRankMap
@@ -101,7 +101,8 @@ class CheckpointIndex(_Frozen):
     run_directory: of the run that wrote it; empty in those of earlier releases. generation: of the
     world that was saved. parts, digests: in the order of the rank map's ranks;
     digests are of all that a rank held, whether or not it was the one to write it. further: files
-    of the checkpoint that are of no rank.
+    of the checkpoint that are of no rank. is_finite: whether loss and gradients of the last step
+    that was known then were numbers.
     """
 
     format_version: int
@@ -116,6 +117,7 @@ class CheckpointIndex(_Frozen):
     digests: tuple[tuple[ClassDigest, ...], ...]
     model: SavedModel
     versions: dict[str, str]
+    is_finite: bool = True
 
 
 @dataclass(frozen=True)
@@ -203,13 +205,14 @@ def _entries(directory: Path) -> Iterator[Path]:
 
 def read_index(path: Path) -> CheckpointIndex:
     """The index of the checkpoint in `path`; CheckpointError where there is none, or it is damaged,
-    CheckpointUnread where that is not known."""
-    file = path / INDEX_FILE
+    CheckpointUnread where that is not known, CheckpointOfAnotherRelease."""
+    file, data = path / INDEX_FILE, None
     try:
         data = json.loads(read_twice(file.read_bytes))
         version = data.get("format_version") if isinstance(data, dict) else None
-        if version != FORMAT_VERSION:
-            raise CheckpointError(f"{file}: wanted format {FORMAT_VERSION}, got {version!r}")
+        if isinstance(version, int) and version != FORMAT_VERSION:
+            wanted = f"format {version}, wanted {FORMAT_VERSION}"
+            raise CheckpointOfAnotherRelease(f"{file} is {_by(data)}: {wanted}")
         return CheckpointIndex.model_validate(data)
     except OSError as error:
         kind = CheckpointError if isinstance(error, FileNotFoundError) else CheckpointUnread
@@ -217,9 +220,17 @@ def read_index(path: Path) -> CheckpointIndex:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
+        if all(each["type"] == "extra_forbidden" for each in error.errors()):
+            raise CheckpointOfAnotherRelease(f"{file} is {_by(data)}: it has {where}") from error
         raise CheckpointError(f"{file} is damaged: {where}: {first['msg']}") from error
     except ValueError as error:
         raise CheckpointError(f"{file} is damaged: {error}") from error
+
+
+def _by(index: Any) -> str:
+    versions = index.get("versions")
+    release = versions.get("liver-hpc") if isinstance(versions, dict) else None
+    return f"of another release, liver-hpc {release}"
 
 
 def read_twice(read: Callable[[], T]) -> T:

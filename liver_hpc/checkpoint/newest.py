@@ -23,7 +23,7 @@ from liver_hpc.config.megatron_checkpoint import (
     weights_checkpoint,
 )
 from liver_hpc.config.schema import RunConfig
-from liver_hpc.errors import CheckpointError, CheckpointUnread
+from liver_hpc.errors import CheckpointError, CheckpointOfAnotherRelease, CheckpointUnread
 
 log = logging.getLogger(__name__)
 
@@ -33,12 +33,14 @@ def newest_checkpoint(directory: Path) -> Checkpoint | None:
     there is none at all.
 
     Damaged: the index cannot be read, or parts are missing or not as long as written; the log says
-    so. Raises CheckpointError when all are.
+    so. Raises CheckpointError when all are, and for one of another release.
     """
     problems = []
     for _, path in reversed(complete_checkpoints(directory)):
         try:
             return checked(path)
+        except CheckpointOfAnotherRelease:
+            raise
         except CheckpointError as error:
             problems.append(str(error))
             log.error("%s; the checkpoint before it is tried", error)

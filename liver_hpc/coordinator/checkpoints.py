@@ -106,6 +106,7 @@ class Checkpoints:
         self._restored: dict[int, Restored] = {}
         self._closed = False
         self._to_go: set[Path] = set()
+        self._finite: dict[Path, bool] = {}
         self._files = FileWork[Found]("the files of checkpoints", epoch, wake)
         self._removals = FileWork[Found]("the removal of old checkpoints", epoch)
 
@@ -307,21 +308,24 @@ class Checkpoints:
 
     # ---- while it trains
 
-    def saved(self, message: Saved, world: WorldRef) -> None:
-        """A worker's part; once all have come, they are made a checkpoint."""
+    def saved(self, message: Saved, world: WorldRef, is_finite: bool = True) -> None:
+        """A worker's part; once all have come, they are made a checkpoint. is_finite: whether the
+        run's loss and gradients are numbers."""
         step = message.scalars.step
         parts = self._pending.setdefault((message.generation, step), {})
         parts[message.worker] = message
         workers = world.rank_map.workers
         if len(parts) == len(workers) and parts.keys() == {*workers}:
             del self._pending[message.generation, step]
-            self._find_out(lambda: self._made_of(parts, step, world))
+            self._find_out(lambda: self._made_of(parts, step, world, is_finite))
 
-    def _made_of(self, parts: Mapping[int, Saved], step: int, world: WorldRef) -> Found:
+    def _made_of(
+        self, parts: Mapping[int, Saved], step: int, world: WorldRef, is_finite: bool
+    ) -> Found:
         problem = self._problem(parts, world.rank_map)
         if not problem:
             try:
-                self._commit(parts, world)
+                self._commit(parts, world, is_finite)
             except OSError as error:
                 problem = f"{error.filename or self.directory}: {error.strerror}"
             except CheckpointError as error:
@@ -366,7 +370,7 @@ class Checkpoints:
         digests = {worker: message.digests for worker, message in parts.items()}
         return _first(disagreements(Side("world", rank_map, digests)))
 
-    def _commit(self, parts: Mapping[int, Saved], world: WorldRef) -> None:
+    def _commit(self, parts: Mapping[int, Saved], world: WorldRef, is_finite: bool) -> None:
         """Index, then name, but where the coordinator before came so far; raises OSError, and
         CheckpointError where not all is seen here that workers have written."""
         saved = [parts[worker] for worker in world.rank_map.workers]
@@ -394,6 +398,7 @@ class Checkpoints:
             model=SavedModel.of(self._recipe.spec),
             versions=versions_of(RECORDED_PACKAGES),
             further=tuple(map(written_part, further)),
+            is_finite=is_finite,
         )
         write_index(unnamed, index)
         checked(unnamed)
@@ -402,6 +407,9 @@ class Checkpoints:
         elif final.exists():  # of somebody else
             log.warning("%s is not of this run, and now called %s", final, set_aside(final))
         os.rename(unnamed, final)
+        self._finite[final] = is_finite
+        if not is_finite:
+            log.error("of step %d the loss is no number: checkpoints before it stay", step)
         self._track(step)
 
     def _track(self, step: int) -> None:
@@ -413,22 +421,34 @@ class Checkpoints:
             log.warning("%s: %s", self.directory / TRACKER_FILE, error.strerror)
 
     def _remove_old(self, generation: int, step: int) -> None:
-        """Leaves the newest ones of this run, and that of `step`, which was written just now and
-        may be of before a recovery; all where none of the newest is whole. The others get a name
+        """Leaves the newest ones of this run, as many whose losses were numbers, and that of
+        `step`, which was written just now and may be of before a recovery; all where none of the
+        newest is whole. The others get a name
         under which they are none any more at once, that of the world which has written a newer one.
         Nothing of another run is removed, from which this one may go on in its directory."""
         keep, found = self._config.checkpoint.keep, complete_checkpoints(self.directory)
         own = [*filter(self._is_own, found)] if keep else []
-        old = own[:-keep] if keep else []
-        if old and not any(is_whole(path) for _, path in reversed(own[len(old) :])):
+        newest = own[-keep:] if keep else []
+        finite = [path for _, path in own if self._is_finite(path)][-keep:] if keep else []
+        old = [each for each in own if each not in newest and each[1] not in finite]
+        if old and not any(is_whole(path) for _, path in reversed(newest)):
             log.error("none of the newest checkpoints is whole: those before stay")
             old = []
         for of, path in old:
             if of != step:
+                self._finite.pop(path, None)
                 self._retire(path, partial_path(self.directory, of, generation))
         for _, path in remains(self.directory):
             if path.suffix == ".replaced":
                 self._retire(path, path)
+
+    def _is_finite(self, path: Path) -> bool:
+        if path not in self._finite:
+            try:
+                self._finite[path] = read_index(path).is_finite
+            except CheckpointError:
+                return False
+        return self._finite[path]
 
     def _is_own(self, found: tuple[int, Path]) -> bool:
         """By the name of the run's directory, as machines may know it by other paths."""

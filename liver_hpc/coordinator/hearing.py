@@ -6,6 +6,7 @@ Of who may not say something, or breaks the rules of a conversation, nothing com
 from __future__ import annotations
 
 import logging
+import math
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -240,6 +241,8 @@ class Hearing:
         if world is None:
             log.warning("worker %d %s generation %d", message.worker, message.type, generation)
         elif isinstance(message, m.Saved):
-            self.checkpoints.saved(message, world)
+            last = self.core.recorder.last_step
+            is_finite = last is None or math.isfinite(last.loss + last.grad_norm)
+            self.checkpoints.saved(message, world, is_finite)
         else:
             self.checkpoints.restored(message, world.rank_map)

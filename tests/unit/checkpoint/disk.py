@@ -139,9 +139,11 @@ def opened(config: RunConfig, model: ModelSpec, directory: Path) -> Checkpoints:
     return checkpoints
 
 
-def save_part(checkpoints: Checkpoints, message: Saved, world: WorldRef) -> Any:
+def save_part(
+    checkpoints: Checkpoints, message: Saved, world: WorldRef, is_finite: bool = True
+) -> Any:
     """What has come of it; None where others have yet to say what they have saved."""
-    checkpoints.saved(message, world)
+    checkpoints.saved(message, world, is_finite)
     return _the_one(checkpoints)
 
 
@@ -188,10 +190,12 @@ class Disk:
             digests=digests_of(state),
         )
 
-    def save(self, layout: Layout, step: int) -> CheckpointWritten | CheckpointFailed | None:
+    def save(
+        self, layout: Layout, step: int, is_finite: bool = True
+    ) -> CheckpointWritten | CheckpointFailed | None:
         """All workers write; returns what came of the last one's part."""
         outcomes = [
-            save_part(self.checkpoints, self.part(layout, at, step), self.world(layout))
+            save_part(self.checkpoints, self.part(layout, at, step), self.world(layout), is_finite)
             for at in layout.coordinates()
         ]
         assert not any(outcomes[:-1])

@@ -228,6 +228,20 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert newest.index.scalars.step == 3_000_000_000
 
 
+def test_of_a_loss_that_is_no_number_the_checkpoints_before_stay(tmp_path: Path) -> None:
+    """Also for a coordinator that did not write them."""
+    disk = Disk(TIED, tmp_path, keep=2)
+    for step, is_finite in ((1, True), (2, True), (3, True), (4, False), (5, False), (6, False)):
+        disk.save(TWO, step, is_finite)
+    kept = ["iter_0000002", "iter_0000003", "iter_0000005", "iter_0000006"]
+    assert disk.steps() == kept
+    later = Disk(TIED, tmp_path, keep=2)
+    later.save(TWO, 7)
+    assert later.steps() == ["iter_0000003", "iter_0000006", "iter_0000007"]
+    later.save(TWO, 8)
+    assert later.steps() == ["iter_0000007", "iter_0000008"]
+
+
 def test_one_that_is_written_after_going_back_stays(tmp_path: Path) -> None:
     """A recovery from memory may go back to before the newest on disk."""
     disk = Disk(TIED, tmp_path, keep=2)
@@ -355,20 +369,24 @@ def test_a_new_run_has_none(disk: Disk) -> None:
     assert disk.checkpoints.open() is None
 
 
-def test_an_index_that_is_damaged_or_of_another_format_is_refused(disk: Disk) -> None:
+@pytest.mark.parametrize("change", [{"format_version": FORMAT_VERSION + 1}, {"loss": 2.0}])
+def test_one_of_another_release_is_not_passed_over(disk: Disk, change: dict[str, object]) -> None:
+    disk.save(TWO, 4)
+    disk.save(TWO, 8)
+    file = disk.directory / "iter_0000008" / INDEX_FILE
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(CheckpointError, match=r"is of another release, liver-hpc \d.*: "):
+        Disk(TIED, disk.run_directory).checkpoints.open()
+    assert disk.steps() == ["iter_0000004", "iter_0000008"]
+
+
+def test_an_index_that_is_damaged_is_refused(disk: Disk) -> None:
     disk.save(TWO, 4)
     path = disk.directory / "iter_0000004"
     index = json.loads((path / INDEX_FILE).read_text())
-    for change, said in (
-        (
-            {"format_version": FORMAT_VERSION + 1},
-            f"wanted format {FORMAT_VERSION}, got",
-        ),
-        ({"parts": "none"}, "is damaged: parts: "),
-    ):
-        (path / INDEX_FILE).write_text(json.dumps(index | change))
-        with pytest.raises(CheckpointError, match=said):
-            read_index(path)
+    (path / INDEX_FILE).write_text(json.dumps(index | {"parts": "none"}))
+    with pytest.raises(CheckpointError, match="is damaged: parts: "):
+        read_index(path)
     (path / INDEX_FILE).write_text("{")
     with pytest.raises(CheckpointError, match="is damaged"):
         read_index(path)
