@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from collections.abc import Callable, Collection
@@ -30,6 +31,8 @@ from liver_hpc.world.untouched import Kept
 from liver_hpc.world.world import World
 
 GIB = 2**30
+
+log = logging.getLogger(__name__)
 
 
 def _part(plan: TransferPlan, kinds: Collection[str]) -> TransferPlan:
@@ -72,7 +75,7 @@ def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target
     spec = context.recipe.spec
     try:
         if session.is_target:
-            _check_room(session, rehearses)
+            rehearses = _check_room(session, rehearses)
         device.begin_beside(session.generation)
         if session.is_target:
             seat = (session.target, worker, session.generation)
@@ -148,14 +151,15 @@ def _rehearses(session: Session, source_world: World | None) -> bool:
     return handoff.warm_up_again or not rehearsed.known(seat, device)
 
 
-def _check_room(session: Session, rehearses: bool) -> None:
-    """Raises LiverError where the target world would have training run out of memory: it takes its
-    tensors, staging, and for its rehearsal as much again as training takes for a step. Of a hollow
-    world the tensors count too: on a device they are there while it is built."""
+def _check_room(session: Session, rehearses: bool) -> bool:
+    """Whether there is room for the rehearsal that is wanted, which may take as much again as
+    training takes for a step. Raises LiverError where the target world would have training run out
+    of memory without it: it takes its tensors and staging. Of a hollow world the tensors count too:
+    on a device they are there while it is built."""
     context, worker = session.context, session.context.worker
     room = context.device.room()
     if room is None:
-        return
+        return rehearses
 
     def held_bytes(rank_map: RankMap) -> int:
         at = rank_map.coordinate_of(worker)
@@ -164,7 +168,7 @@ def _check_room(session: Session, rehearses: bool) -> None:
 
     rehearses_beside = session.is_source and rehearses
     step_bytes = max(0, room.peak_bytes - held_bytes(session.source)) if rehearses_beside else 0
-    wanted_bytes = held_bytes(session.target) + context.config.handoff.staging_bytes + step_bytes
+    wanted_bytes = held_bytes(session.target) + context.config.handoff.staging_bytes
     when = "while it is built in bounded memory; " if session.is_hollow else ""
     if wanted_bytes > room.free_bytes:
         raise LiverError(
@@ -172,6 +176,10 @@ def _check_room(session: Session, rehearses: bool) -> None:
             f"beside the world that trains, {when}the device has {room.free_bytes / GIB:.2f} GiB; "
             f"wanted a layout of smaller seats, a smaller handoff.staging_bytes or micro-batch"
         )
+    if wanted_bytes + step_bytes > room.free_bytes:
+        log.info("not rehearsed: %d bytes are free beside training's peak", room.free_bytes)
+        return False
+    return rehearses
 
 
 def _open_wire(session: Session, store: ControlStore, lane: Lane) -> Wire:

@@ -7,8 +7,10 @@ buckets.py).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from liver_hpc.checkpoint.torch_dist.buckets import Buckets
@@ -25,7 +27,7 @@ from liver_hpc.errors import CheckpointError
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.ownership import owned_boxes
 from liver_hpc.layout.tensors import EXP_AVG, EXP_AVG_SQ, MAIN, PARAMETER, Box, ModelSpec
-from liver_hpc.world.sharded import Sharded, intersection
+from liver_hpc.world.sharded import NBox, Sharded, intersection
 
 PREFIXES: Mapping[str, tuple[str, ...]] = {
     PARAMETER: ("",),
@@ -38,6 +40,7 @@ PREFIXES: Mapping[str, tuple[str, ...]] = {
 _FLOATS = ("bfloat16", "float16", "float32")
 """Precisions that weights are cast between."""
 
+Chunk = tuple[NBox, Place]
 Pieces = Mapping[str, Sequence[Sharded]]
 """Of each tensor by name: where its parts lie."""
 
@@ -87,6 +90,7 @@ class Source:
         in_buckets = held if isinstance(held, Contents) and held.by_buckets else None
         self._check(in_buckets is not None)
         self._buckets = None if in_buckets is None else Buckets(in_buckets, model, pieces)
+        self._at_places: dict[int, Mapping[tuple[int, ...] | None, Sequence[Chunk]]] = {}
 
     def _check(self, in_buckets: bool) -> None:
         """That the model's tensors are there, of their shapes and types, with all that is trained
@@ -151,6 +155,21 @@ class Source:
                         )
         return Reads(tuple(sorted(reads)), tuple(zeros))
 
+    def _chunks(self, held: Tensor, places: NBox) -> Iterator[Chunk]:
+        """Of the chunks of a key those that may lie at these places, as of a layer and an expert,
+        which are the first dimensions: a few of tens of thousands."""
+        if any(length != 1 for _, length in places):
+            return iter(held.chunks)
+        if id(held) not in self._at_places:
+            found: defaultdict[tuple[int, ...] | None, list[Chunk]] = defaultdict(list)
+            for chunk in held.chunks:
+                first = chunk[0][: len(places)]
+                is_one = all(length == 1 for _, length in first)
+                found[tuple(start for start, _ in first) if is_one else None].append(chunk)
+            self._at_places[id(held)] = dict(found)
+        at = self._at_places[id(held)]
+        return chain(at.get(tuple(start for start, _ in places), ()), at.get(None, ()))
+
     def _of_box(self, kind: str, index: int, box: Box) -> Iterator[Read | Zero]:
         if kind != PARAMETER and self._buckets is not None:
             for place, source, part_box, part in self._buckets.parts(kind, index, box):
@@ -161,7 +180,7 @@ class Source:
         tensor = self._model.tensors[index]
         for found in stored(tensor, box, first_of_each(self._pieces[tensor.name])):
             held = self._tensor(kind, found.piece)
-            for at, place in held.chunks:
+            for at, place in self._chunks(held, found.at[: len(found.at) - len(found.piece.local)]):
                 common = intersection(at, found.at)
                 if common is not None:
                     lengths = tuple(length for _, length in at)

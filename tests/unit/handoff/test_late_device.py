@@ -563,6 +563,26 @@ def test_a_world_that_has_no_room_is_not_built(run: LateRun, bounded: bool, when
     run.check(TP.workers)
 
 
+@pytest.mark.parametrize("peak_bytes", [2**20, 2**40])
+def test_a_world_with_room_for_itself_alone_is_not_rehearsed(
+    run: LateRun, peak_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipeline's peak has the activations of many micro-batches, a rehearsal one."""
+    rehearsed: list[int] = []
+    plain = LateWorld.warm_up
+
+    def warm_up(world: LateWorld, again: bool = True) -> None:
+        rehearsed.extend([world.worker] if world.generation == 2 else [])
+        plain(world, again)
+
+    monkeypatch.setattr(LateWorld, "warm_up", warm_up)
+    run.rooms[1] = Room(free_bytes=2**30, peak_bytes=peak_bytes)
+    run.begin()
+    ended = run.hand_off(MOVED)
+    assert ended.outcome == "completed", ended.detail
+    assert (1 in rehearsed) == (peak_bytes < 2**30)
+
+
 @pytest.mark.parametrize("after_s", [0.5, 60.0])
 def test_the_target_is_built_once_a_step_has_told_what_training_takes(
     after_s: float, run: LateRun, monkeypatch: pytest.MonkeyPatch

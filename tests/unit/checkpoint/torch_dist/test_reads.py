@@ -16,7 +16,7 @@ from liver_hpc.errors import CheckpointError
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.tensors import ModelSpec, TensorSpec
 from liver_hpc.protocol.messages import ScalarState
-from liver_hpc.world.sharded import Sharded
+from liver_hpc.world.sharded import NBox, Sharded, intersection
 
 ROWS, COLS = 12, 4
 MODEL = ModelSpec((TensorSpec("words", (ROWS, COLS), tp_dim=0),), {"pp1": (((0,),),)}, 4)
@@ -50,6 +50,42 @@ def test_padding_that_the_checkpoint_lacks_is_zero(rows: int, zeros: int) -> Non
     for read in plan.reads:
         first = read.place.start + read.source.within[0][0]
         assert read.part.within[0][0] + read.box.row0 == first
+
+
+@pytest.mark.parametrize("experts", [4, 64])
+def test_an_expert_is_looked_for_among_its_own_chunks(
+    experts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All experts of all layers are one tensor of the checkpoint, with a chunk for each share."""
+    calls: list[object] = []
+
+    def counted(one: NBox, other: NBox) -> NBox | None:
+        calls.append(one)
+        return intersection(one, other)
+
+    monkeypatch.setattr("liver_hpc.checkpoint.torch_dist.reads.intersection", counted)
+    rows, names = (0, ROWS), [f"expert{number}" for number in range(experts)]
+    model = ModelSpec(
+        tuple(TensorSpec(name, (ROWS, COLS), tp_dim=0) for name in names),
+        {"pp1": ((tuple(range(experts)),),)},
+        4,
+    )
+    shape, half = (experts, ROWS, COLS), ROWS // 2
+    pieces = {
+        name: (Sharded((rows, (0, COLS)), "w", shape, ((at, 1), rows, (0, COLS)), False),)
+        for at, name in enumerate(names)
+    }
+    chunks = tuple(
+        (((at, 1), (row, half), (0, COLS)), Place("__0_0.distcp", 2 * at + row, 1))
+        for at in range(experts)
+        for row in (0, half)
+    )
+    prefixes = ("", *(f"optimizer.state.{k}." for k in ("exp_avg", "exp_avg_sq")))
+    table = Table({f"{p}w": Tensor(shape, "float32", chunks) for p in prefixes}, {})
+    held = replace(contents(ROWS), table=table)
+    plan = Source(held, model, pieces).reads(HERE, AT)
+    assert sum(elements(read.part.within) for read in plan.reads) == 3 * experts * ROWS * COLS
+    assert len(calls) == 3 * experts * 2
 
 
 def test_another_shape_is_refused_by_name() -> None:
