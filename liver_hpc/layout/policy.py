@@ -118,6 +118,11 @@ class LayoutPolicy:
             )
         return self._predicted(layout, self._batch)
 
+    def slowdown(self, source: Layout, target: Layout) -> float:
+        """How many times as long a step of the target takes, as predicted for equal workers:
+        measured times may be those of unequal ones."""
+        return self._predicted(target, self._batch) / self._predicted(source, self._batch)
+
     def _predicted(self, layout: Layout, batch: int) -> float:
         if self._weights is None:
             self._weights = self._fitted()

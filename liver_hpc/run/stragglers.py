@@ -56,16 +56,23 @@ class Stragglers:
                     ratio=found.ratio,
                     for_s=found.for_s,
                     compared=found.compared,
-                    action=self._act(node, world, step),
+                    action=self._act(found, world, step),
                 )
             )
         )
 
-    def _act(self, node: str, world: WorldRef, step: int) -> str:
+    def _act(self, found: NodeStraggles, world: WorldRef, step: int) -> str:
         """What is done, in words."""
         if not self._drains:
             return NAMED_ALONE
+        node, layout = found.node, world.rank_map.layout
         best = self._elastic.best_without(node, world)
+        if best is not None and best.workers < layout.workers:
+            slowdown = self._elastic.estimates.policy.slowdown(layout, best)
+            if slowdown >= found.ratio:
+                why = f"without it steps in {best} would take {slowdown:.1f} times as long"
+                self._out.append(Note(f"node {node} is not drained: {why}"))
+                return f"not drained: {why}"
         if self._observes and best is not None:
             self._elastic.observer.drain(node, STRAGGLING, world, best, step)
             return "would have drained it"

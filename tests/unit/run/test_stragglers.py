@@ -17,8 +17,8 @@ from tests.unit.run.play import Play
 from tests.unit.run.scenes import SCENES, Scene
 
 TWO_NODES, MACHINE = SCENES[:2]
-SLOW = e.NodeStraggles("n2", 1.8, 60.4, worker=1, compared=2)
-SAID = "node n2 straggles: forward passes of its worker 1 take 1.8 times as long as the others' for"
+SLOW = e.NodeStraggles("n2", 2.8, 60.4, worker=1, compared=2)
+SAID = "node n2 straggles: forward passes of its worker 1 take 2.8 times as long as the others' for"
 
 
 def training(scene: Scene = TWO_NODES, **policy: Any) -> Play:
@@ -51,7 +51,7 @@ def test_it_is_named_and_stays() -> None:
     play = training()
     assert notes(play.feed(SLOW)) == [f"{SAID} 60 s"]
     (row,) = rows(play, StragglerRecord)
-    assert (row.node, row.worker, row.ratio, row.for_s) == ("n2", 1, 1.8, 60.4)
+    assert (row.node, row.worker, row.ratio, row.for_s) == ("n2", 1, 2.8, 60.4)
     assert (row.generation, row.compared, row.action) == (0, 2, "named alone")
     assert play.run.stragglers.named == {"n2"}
     play.calm()
@@ -82,6 +82,21 @@ def test_with_drain_it_is_left_live_as_an_operator_would_have_it_left() -> None:
     assert play.run.stragglers.named == set()
     play.calm()
     assert layout_of(play) == "tp1 pp1 dp2"
+    replays(play)
+
+
+def test_it_is_not_drained_where_the_run_would_be_slower_without_it() -> None:
+    """One worker takes nearly twice as long as two of which one is 1.8 times as slow."""
+    play = training(drain=True)
+    _, why = notes(play.feed(replace(SLOW, ratio=1.8)))
+    assert why == (
+        "node n2 is not drained: without it steps in tp1 pp1 dp1 would take 1.9 times as long"
+    )
+    (row,) = rows(play, StragglerRecord)
+    assert row.action.startswith("not drained: without it ")
+    play.calm()
+    assert layout_of(play) == "tp1 pp1 dp2"
+    assert play.run.memory.drained == ()
     replays(play)
 
 
