@@ -87,6 +87,12 @@ class LayoutPolicy:
             self._weights = None
             self._choices.clear()
 
+    def forget(self, layout: Layout) -> None:
+        """What was measured of it is not what it takes any more: it counts as never trained."""
+        self._measured.pop(layout, None)
+        self._weights = None
+        self._choices.clear()
+
     def best(self, workers: int) -> Layout | None:
         """The layout to run with at most `workers` workers; None when there is none."""
         return next(iter(self.choices(workers)), None)

@@ -453,10 +453,13 @@ class ElasticPolicy:
     # ---- what is learnt
 
     def undisturbed(self, step: StepDone, world: WorldRef) -> None:
-        """An undisturbed step shows how fast its layout is."""
+        """An undisturbed step shows how fast its layout is, but with a node that is drained, as
+        for straggling."""
         if step.generation == world.generation:
             took_s, batch = step.ended_s - step.started_s, batch_of(self._config.train, step.step)
-            self.estimates.policy.observe(world.rank_map.layout, took_s, batch)
+            on = map(self._agents.node_of, world.rank_map.workers if self.drained else ())
+            if self.drained.keys().isdisjoint(on):
+                self.estimates.policy.observe(world.rank_map.layout, took_s, batch)
             self.estimates.handoffs.observe_step(took_s, batch)
 
     def disturbed(self, step: StepDone, world: WorldRef) -> None:

@@ -81,6 +81,7 @@ class Stragglers:
         except RequestRefused as error:
             self._out.append(Note(f"node {node} is not drained: {error}"))
             return f"not drained: {error}"
+        self._elastic.estimates.policy.forget(layout)  # its steps so far were of that node
         return DRAINED
 
     def keeps_up(self, found: NodeKeepsUp) -> None:

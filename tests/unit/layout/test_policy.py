@@ -333,6 +333,15 @@ def test_median_of_the_last_steps() -> None:
     assert chooser.best(2) == DP2
 
 
+def test_what_is_forgotten_is_expected_anew() -> None:
+    chooser = taught(dp4=9.0, dp2=1.9)
+    assert chooser.best(4) == DP2
+    chooser.forget(DP4)
+    assert chooser.best(4) == DP4
+    chooser.forget(DP4)
+    assert chooser.best(4) == DP4
+
+
 @pytest.mark.parametrize("nothing", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_time_that_is_no_time_is_dropped(nothing: float) -> None:
     assert taught(dp2=nothing).choices(4) == policy().choices(4)

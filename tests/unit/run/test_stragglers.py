@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from liver_hpc.config.schema import StragglersSection
+from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol import messages as m
 from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
@@ -83,6 +84,18 @@ def test_with_drain_it_is_left_live_as_an_operator_would_have_it_left() -> None:
     play.calm()
     assert layout_of(play) == "tp1 pp1 dp2"
     replays(play)
+
+
+def test_the_layout_that_it_slowed_down_counts_as_never_trained() -> None:
+    """Nor do its steps count until the node is left."""
+    play = training(drain=True, layout="auto")
+    chooser, dp2 = play.run.elastic.estimates.policy, Layout(1, 1, 2)
+    for _ in range(3):
+        chooser.observe(dp2, 50.0)
+    play.feed(SLOW)
+    play.calm()
+    assert layout_of(play) == "tp1 pp1 dp1"
+    assert chooser.expected_step_s(dp2) < 50.0
 
 
 def test_it_is_not_drained_where_the_run_would_be_slower_without_it() -> None:
