@@ -201,6 +201,9 @@ class World:
 
     def _rehearse(self, micro_batches: int) -> None:
         kept = [(place, *place.copy()) for place in buffers.all_buffers(self.chunks)]
+        with torch.no_grad():  # they may be NaN as yet, and a model may look at what it computes
+            for parameter in itertools.chain(*(chunk.parameters() for chunk in self.chunks)):
+                parameter.fill_(1 / max([1, *parameter.shape[1:]]))
         quiet = dropout.no_dropout(self.chunks)
         with thread.rehearsal(), quiet:
             self.forward_backward(0, most=micro_batches)

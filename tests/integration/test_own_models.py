@@ -8,7 +8,7 @@ import importlib
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -530,6 +530,35 @@ def test_dropout_that_is_not_seeded_is_refused_by_the_rehearsal(
     refused = pytest.raises(PlanError, match=r"calls dropout with a rate of 0\.1 which no module")
     with nullcontext() if tells else refused:
         world.warm_up()
+    world.close()
+
+
+class Checking(RandomTokenGPT):
+    """Looks at what it computes, as scripts do."""
+
+    def loss(self, model: Any, samples: Any) -> Any:
+        output, loss_function = super().loss(model, samples)
+        assert output.isfinite().all()
+        return output, loss_function
+
+
+@pytest.fixture
+def nan_in_new_memory() -> Iterator[None]:
+    """What torch.empty gives is NaN throughout."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("nan_in_new_memory")
+@pytest.mark.parametrize(("layout", "worker"), [("tp2 sp", 0), ("pp2", 1)])
+def test_a_rehearsal_computes_with_sane_numbers(layout: str, worker: int, device: Any) -> None:
+    """Whatever lies in the memory of parameters that have no values yet."""
+    config = tiny_config()
+    recipe = Checking(GPTConfig.model_validate(config.model), config)
+    recipe.open(Path())
+    world = build_world(recipe, device, layout, worker)
+    world.warm_up()
     world.close()
 
 
