@@ -66,6 +66,32 @@ class NoDraws(TorchFunctionMode):
         return tensor.fill_(torch.nan)
 
 
+DRAWING = _DRAWS | _RANDOM | _RANDOM_CHOICES | {"normal"}
+"""Functions that draw, from the generator of their device where they are given none."""
+
+
+class OwnGenerators(dict[torch.device, torch.Generator]):
+    """Those that are drawn from in place of the process's, one a device."""
+
+    def __missing__(self, device: torch.device) -> torch.Generator:
+        self[device] = torch.Generator(device)
+        return self[device]
+
+    def draw(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What one of `DRAWING` gives, without a generator of the caller's."""
+        name = function.__name__
+        if name.endswith("_like"):
+            like, *args = args or (kwargs.pop("input"),)
+            kwargs.pop("memory_format", None)
+            kwargs = {"size": like.shape, "dtype": like.dtype, "device": like.device, **kwargs}
+            function = getattr(torch, name.removesuffix("_like"))
+        given = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
+        first = next(given, None)
+        device = kwargs.get("device") if first is None else first.device
+        own = self[torch.get_default_device() if device is None else torch.device(device)]
+        return function(*args, **{**kwargs, "generator": own})
+
+
 class OnMeta(TorchFunctionMode):
     """While a model is built that only its shapes are asked of: on its thread, tensors are made on
     the meta device, and stay there, whatever device is named."""

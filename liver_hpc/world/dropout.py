@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from liver_hpc.errors import PlanError
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.recipes.local_attention import positions
-from liver_hpc.world import megatron, thread
+from liver_hpc.world import draws, megatron, thread
 
 _SAMPLES, _LAYERS = 1_000_003, 1009
 """Primes that keep the seeds of samples and layers apart."""
@@ -82,8 +82,9 @@ def _backward(outputs: Any, grad_tensors: Any = None, **options: Any) -> None:
 @contextlib.contextmanager
 def no_dropout(chunks: Iterable[Any]) -> Iterator[None]:
     """While a world is rehearsed: dropout drops nothing, so that it draws nothing from streams that
-    a training thread uses. Fused attention would draw in its kernels, from the process's generator:
-    its modules are told to drop nothing. Raises PlanError at dropout that is not seeded, as nothing
+    a training thread uses; what is drawn otherwise comes from generators of its own. Fused
+    attention would draw in its kernels, from the process's generator: its modules are told to drop
+    nothing. Raises PlanError at dropout that is not seeded, as nothing
     in these chunks tells of it.
 
     chunks: of the world. On a GPU one without dropout is left as it is: what torch compiles under
@@ -110,11 +111,13 @@ def no_dropout(chunks: Iterable[Any]) -> Iterator[None]:
 
 
 class _Nothing(_Dropping):
-    """Nothing is dropped. seeded: else whoever would drop is refused."""
+    """Nothing is dropped, or drawn from the process's generators. seeded: else whoever would drop
+    is refused."""
 
     def __init__(self, seeded: bool) -> None:
         super().__init__()
         self._seeded = seeded
+        self._generators = draws.OwnGenerators()
 
     def drop(self, function: Any, states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         self._check(function.__name__, *_rate(function, *args, **kwargs))
@@ -138,6 +141,8 @@ class _Nothing(_Dropping):
             query_to_mask, rest = args[:_ATTENTION_RATE], args[_ATTENTION_RATE + 1 :]
             kwargs = {name: value for name, value in (kwargs or {}).items() if name != "dropout_p"}
             return function(*query_to_mask, *((0.0, *rest) if rest else ()), **kwargs)
+        if name in draws.DRAWING and (kwargs or {}).get("generator") is None:
+            return self._generators.draw(function, args, dict(kwargs or {}))
         return super().__torch_function__(function, types, args, kwargs)
 
 

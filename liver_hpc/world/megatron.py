@@ -12,7 +12,7 @@ import importlib
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -131,17 +131,27 @@ def _keep_rehearsals_from_forking() -> None:
 
 def _keep_rehearsals_from_setting_streams() -> None:
     """Recomputation sets the random streams back to where they were in the forward, and then
-    forth again: what a training thread draws meanwhile would be lost."""
+    forth again: what a training thread draws meanwhile would be lost. So would it where a model or
+    a loss seeds the streams, which gets a generator with that seed, as torch gives it the stream's.
+    """
 
-    def kept(function: Any) -> Any:
+    def kept(function: Any, instead: Any = lambda *_args, **_kwargs: None) -> Any:
+        @wraps(function)
         def put(*args: Any, **kwargs: Any) -> Any:
-            return None if thread.here.rehearsing else function(*args, **kwargs)
+            return (instead if thread.here.rehearsing else function)(*args, **kwargs)
 
         return put
 
     modules: Any = (torch, torch.random, torch.cuda, torch.cuda.random)
     for module in modules:
         module.set_rng_state = kept(module.set_rng_state)
+    for module in modules[:2]:
+        module.manual_seed = kept(
+            module.manual_seed, lambda seed: torch.Generator().manual_seed(seed)
+        )
+    for module in modules[2:]:
+        module.manual_seed = kept(module.manual_seed)
+        module.manual_seed_all = kept(module.manual_seed_all)
     megatron_random._set_all_rng_states = kept(megatron_random._set_all_rng_states)
 
 

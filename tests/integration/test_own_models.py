@@ -658,6 +658,40 @@ def test_a_rehearsal_with_dropout_and_recomputation_leaves_no_trace_in_training(
     leaves_no_trace(device, rehearse, steps=6, recompute="full")
 
 
+class Drawing(RandomTokenGPT):
+    """Drops paths by what it draws itself, adds noise, and seeds streams in its loss."""
+
+    def build(self, context: BuildContext) -> Any:
+        model = super().build(context)
+        model.embedding.drop_prob = 0.1
+
+        def drop(module: Any, _inputs: Any, states: torch.Tensor) -> torch.Tensor:
+            kept = states.new_empty(1, states.shape[1], 1).bernoulli_(1 - module.drop_prob)
+            return states * kept + 1e-3 * torch.randn_like(states) * torch.rand(1)
+
+        model.embedding.register_forward_hook(drop)
+        return model
+
+    def loss(self, model: Any, samples: Any) -> Any:
+        generator = torch.manual_seed(5)
+        assert torch.rand(1, generator=generator).item() == pytest.approx(0.8303, abs=1e-3)
+        return super().loss(model, samples)
+
+
+def test_a_rehearsal_that_draws_and_seeds_takes_nothing_from_training(device: Any) -> None:
+    config = tiny_config()
+    recipe = Drawing(GPTConfig.model_validate(config.model), config)
+    recipe.open(Path())
+    world = build_world(recipe, device, "tp2")
+    before = streams()
+    world.warm_up()
+    after = streams()
+    world.close()
+    assert before.keys() == after.keys()
+    for name, stream in before.items():
+        assert torch.equal(after[name], stream), name
+
+
 def test_no_rank_is_asked_for_gradient_norms_of_their_own(
     device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from liver_hpc.errors import PlanError
-from liver_hpc.world.draws import NoDraws, OnMeta
+from liver_hpc.world.draws import NoDraws, OnMeta, OwnGenerators
 
 
 @pytest.mark.parametrize(
@@ -50,3 +50,21 @@ def test_no_numbers_are_drawn_as_a_model_is_built(normal: object) -> None:
     assert torch.equal(torch.get_rng_state(), before)
     with NoDraws(), pytest.raises(PlanError, match=r"torch\.poisson"):
         torch.poisson(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda own: own.draw(torch.rand, (2, 3), {}),
+        lambda own: own.draw(torch.randn_like, (torch.ones(2, 3),), {"dtype": torch.float64}),
+        lambda own: own.draw(torch.randint_like, (torch.ones(2, 3), 1, 5), {}),
+        lambda own: own.draw(torch.bernoulli, (torch.full((2, 3), 0.5),), {}),
+        lambda own: own.draw(torch.normal, (0.0, 1.0), {"size": (2, 3), "device": "cpu"}),
+        lambda own: own.draw(torch.Tensor.bernoulli_, (torch.ones(2, 3), 0.5), {}),
+    ],
+)
+def test_what_is_drawn_from_own_generators_leaves_the_process_s_alone(draw: object) -> None:
+    assert callable(draw)
+    before = torch.get_rng_state()
+    assert draw(OwnGenerators()).shape == (2, 3)
+    assert torch.equal(torch.get_rng_state(), before)
