@@ -160,9 +160,8 @@ class Checkpoints:
         if others and own is None and not self._config.checkpoint.goes_on_from_others:
             raise CheckpointError(f"another job has saved over {others[-1]}; there is no other one")
         loaded = to_load(self._config, self.directory, own)
-        goes_on = own is not None or (
-            loaded is not None and loaded.path.parent.samefile(self.directory)
-        )
+        here = self.directory.resolve()
+        goes_on = own is not None or (loaded is not None and loaded.path.parent.resolve() == here)
         if wrote is not None and not others and not goes_on:
             gone = f"the checkpoint of step {wrote}, which this run has written, is gone"
             raise CheckpointError(

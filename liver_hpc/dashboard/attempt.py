@@ -17,12 +17,12 @@ from liver_hpc.run.actions import AttemptBegins
 from liver_hpc.run.attempt_notes import AttemptNotes, Span
 from liver_hpc.run.codec import ATTEMPT_BEGINS, decode_attempt, decode_event
 from liver_hpc.run.entries import COORDINATOR_STARTED, Entry
-from liver_hpc.run.events import SaidTogether, WorkerGone
+from liver_hpc.run.events import NodeGone, SaidTogether, WorkerGone
 from liver_hpc.run.records import WorkerPhaseRecord
 
 HEARD = (
     "hello", "prepared", "at_boundary", "vote", "first_step", "released", "aborted",
-    "said_together", "worker_gone",
+    "said_together", "worker_gone", "node_gone",
 )  # fmt: skip
 """The events that tell of an attempt; training steps, of which there are most, do not."""
 TOLD = {
@@ -44,9 +44,12 @@ class LiveAttempt:
 
     # ---- what happens
 
-    def heard(self, event: dict[str, Any], at_s: float) -> None:
+    def heard(self, event: dict[str, Any], at_s: float, node_of: Callable[[int], str]) -> None:
         """An event of HEARD."""
         known = decode_event(event)
+        if isinstance(known, NodeGone):
+            self._node_gone(known, at_s, node_of)
+            return
         for each in known.messages if isinstance(known, SaidTogether) else (known,):
             if isinstance(each, WorkerGone):
                 self.notes.observe(WorkerLost(each.worker, each.reason), at_s)
@@ -56,6 +59,15 @@ class LiveAttempt:
                 self.notes.observe(each, at_s)
                 if self.phase is Phase.ARMED and isinstance(each, m.AtBoundary | m.Vote):
                     self._enter(Phase.TRANSFER, at_s)
+
+    def _node_gone(self, event: NodeGone, at_s: float, node_of: Callable[[int], str]) -> None:
+        """Workers go with it that had come, and were not gone yet."""
+        came = {*self.notes.request.source.rank_map.workers, *self.notes.request.here}
+        came |= self.notes.said(m.Hello).keys()
+        for worker in sorted(came - self.notes.said(WorkerLost).keys()):
+            if node_of(worker) == event.node:
+                reason = f"its node {event.node} is gone: {event.reason}"
+                self.notes.observe(WorkerLost(worker, reason), at_s)
 
     def told(self, message: Mapping[str, Any], at_s: float) -> None:
         """What workers are told."""
@@ -152,10 +164,12 @@ class LiveAttempt:
         ]
 
 
-def follow_attempt(attempt: LiveAttempt | None, entry: Entry) -> LiveAttempt | None:
+def follow_attempt(
+    attempt: LiveAttempt | None, entry: Entry, node_of: Callable[[int], str]
+) -> LiveAttempt | None:
     """The attempt in progress after another entry; None where there is none."""
     if attempt is not None and entry.event["type"] in HEARD:
-        attempt.heard(entry.event, entry.at_s)
+        attempt.heard(entry.event, entry.at_s, node_of)
     elif entry.event["type"] == COORDINATOR_STARTED:
         attempt = None  # that of a coordinator which was killed, and the run with it
     for action in entry.actions:

@@ -99,7 +99,7 @@ class Follower:
             self._gathered.take(entry)
             try:
                 self._standing.take(entry)
-                self._attempt = follow_attempt(self._attempt, entry)
+                self._attempt = follow_attempt(self._attempt, entry, self._standing.node_of)
             except (KeyError, TypeError, ValueError) as error:
                 where = f"{self._journal}, entry {entry.number}: {error}"
                 raise ConfigError(f"{where}; another version of liver_hpc wrote it") from None

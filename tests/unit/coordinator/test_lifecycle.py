@@ -222,7 +222,7 @@ def test_a_slow_disk_holds_up_nothing_but_the_end_of_the_run(
     """The last checkpoint has come to something before the run has ended."""
     run, goes_on = make(), threading.Event()
 
-    def slow(_parts: object, step: int, _world: object) -> CheckpointWritten:
+    def slow(_parts: object, step: int, *_of: object) -> CheckpointWritten:
         assert goes_on.wait(LIMIT_S)
         return CheckpointWritten(step, "a directory", 1, 0.1, 1)
 

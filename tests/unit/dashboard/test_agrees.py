@@ -29,7 +29,7 @@ def followed(seed: int) -> Iterator[Step]:
             core = play.scene.new_run()
         core.handle(decode_event(entry.event), entry.at_s)
         standing.take(entry)
-        attempt = follow_attempt(attempt, entry)
+        attempt = follow_attempt(attempt, entry, standing.node_of)
         yield core, standing, attempt
 
 

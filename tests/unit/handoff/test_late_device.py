@@ -611,14 +611,6 @@ def test_the_target_is_built_once_a_step_has_told_what_training_takes(
     run.check(PP.workers)
 
 
-def test_a_rehearsal_takes_as_much_as_a_step(run: LateRun) -> None:
-    run.rooms[1] = Room(free_bytes=1 << 30, peak_bytes=1 << 40)
-    run.begin()
-    ended = run.hand_off(MOVED)
-    assert ended.outcome == "aborted"
-    assert "worker 1: its seat in" in ended.detail
-
-
 def test_a_seat_that_is_known_wants_no_room_for_a_rehearsal(
     run: LateRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
