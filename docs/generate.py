@@ -66,7 +66,8 @@ def commands() -> str:
         "Exit codes: 0 done; 1 the run failed or is over, what was asked for did not come about "
         "(the launch, the checkpoint of `stop`), nobody answers, or `doctor` or `check-model` "
         "found something; 2 bad input, and nothing was launched; 3 the coordinator refused, and "
-        "the run is undisturbed; 130 interrupted. Ctrl-C while following ends the watching, never the run.",
+        "the run is undisturbed; 130 interrupted. Ctrl-C while following ends the watching, never "
+        "the run.",
     ]
     found = subcommands(liver)
     links = [[f"[`liver {name}`](#liver-{name})", about] for name, (about, _) in found.items()]
