@@ -422,9 +422,9 @@ class Checkpoints:
     def _remove_old(self, generation: int, step: int) -> None:
         """Leaves the newest ones of this run, as many whose losses were numbers, and that of
         `step`, which was written just now and may be of before a recovery; all where none of the
-        newest is whole. The others get a name
-        under which they are none any more at once, that of the world which has written a newer one.
-        Nothing of another run is removed, from which this one may go on in its directory."""
+        newest is whole. The others get a name under which they are none any more at once, that of
+        the world which has written a newer one. Nothing of another run is removed, from which this
+        one may go on in its directory."""
         keep, found = self._config.checkpoint.keep, complete_checkpoints(self.directory)
         own = [*filter(self._is_own, found)] if keep else []
         newest = own[-keep:] if keep else []

@@ -84,8 +84,7 @@ def no_dropout(chunks: Iterable[Any]) -> Iterator[None]:
     """While a world is rehearsed: dropout drops nothing, so that it draws nothing from streams that
     a training thread uses; what is drawn otherwise comes from generators of its own. Fused
     attention would draw in its kernels, from the process's generator: its modules are told to drop
-    nothing. Raises PlanError at dropout that is not seeded, as nothing
-    in these chunks tells of it.
+    nothing. Raises PlanError at dropout that is not seeded, as nothing in these chunks tells of it.
 
     chunks: of the world. On a GPU one without dropout is left as it is: what torch compiles under
     another mode than that of a step is compiled anew in the first one.

@@ -70,9 +70,8 @@ def test_a_handoff_goes_through_in_whatever_order_devices_work(
     assert dropped == dict.fromkeys({*TP.workers, *target.workers}, 1), "lanes come with handoffs"
 
 
-def test_who_must_not_rehearse_beside_training_hands_off_without(
-    run: LateRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def rehearsals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The workers that rehearse the target's seats, as they do."""
     rehearsed: list[int] = []
     plain = LateWorld.warm_up
 
@@ -80,8 +79,15 @@ def test_who_must_not_rehearse_beside_training_hands_off_without(
         rehearsed.extend([world.worker] if world.generation == 2 else [])
         plain(world, again)
 
-    monkeypatch.setattr(LateWorld, "allows_rehearsal_beside", False)
     monkeypatch.setattr(LateWorld, "warm_up", warm_up)
+    return rehearsed
+
+
+def test_who_must_not_rehearse_beside_training_hands_off_without(
+    run: LateRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rehearsed = rehearsals(monkeypatch)
+    monkeypatch.setattr(LateWorld, "allows_rehearsal_beside", False)
     run.rooms[1] = Room(free_bytes=1 << 30, peak_bytes=1 << 40)  # none for a second step's peak
     run.begin()
     ended = run.hand_off(MOVED)
@@ -568,14 +574,7 @@ def test_a_world_with_room_for_itself_alone_is_not_rehearsed(
     run: LateRun, peak_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pipeline's peak has the activations of many micro-batches, a rehearsal one."""
-    rehearsed: list[int] = []
-    plain = LateWorld.warm_up
-
-    def warm_up(world: LateWorld, again: bool = True) -> None:
-        rehearsed.extend([world.worker] if world.generation == 2 else [])
-        plain(world, again)
-
-    monkeypatch.setattr(LateWorld, "warm_up", warm_up)
+    rehearsed = rehearsals(monkeypatch)
     run.rooms[1] = Room(free_bytes=2**30, peak_bytes=peak_bytes)
     run.begin()
     ended = run.hand_off(MOVED)
