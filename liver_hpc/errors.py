@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 class LiverError(Exception):
@@ -89,3 +92,21 @@ MODELS_ERRORS = (
     ValueError,
 )
 """What a model's own code raises where it cannot be laid out so."""
+
+_NOT_THE_USERS = sys.stdlib_module_names | {"liver_hpc", "megatron", "torch", "numpy"}
+
+
+def place_in_users_code(error: BaseException) -> str:
+    """Where what raised it was called, in a recipe or script: " (FILE, line N)"; nothing where no
+    such code called it."""
+    frames = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if _top_package(frame.f_globals) not in _NOT_THE_USERS
+    ]
+    return f" ({frames[-1][0]}, line {frames[-1][1]})" if frames else ""
+
+
+def _top_package(names: Mapping[str, Any]) -> str:
+    """Of a module with these globals, also of one that is run as the program."""
+    return str(names.get("__package__") or names.get("__name__")).partition(".")[0]

@@ -23,7 +23,7 @@ from liver_hpc.config.megatron_checkpoint import (
     weights_checkpoint,
 )
 from liver_hpc.config.schema import AUTO
-from liver_hpc.errors import MODELS_ERRORS, LiverError
+from liver_hpc.errors import MODELS_ERRORS, LiverError, place_in_users_code
 from liver_hpc.host.files import write_whole
 from liver_hpc.host.version import version_fault
 from liver_hpc.layout.candidates import layouts_to_derive
@@ -76,7 +76,9 @@ def main() -> int:
         )
         derived = Answer[ModelSpec](value=_derived(derivation, recipe, list(layouts)))
     except MODELS_ERRORS as error:
-        said = str(error) if isinstance(error, LiverError) else f"{type(error).__name__}: {error}"
+        said = str(error)
+        if not isinstance(error, LiverError):
+            said = f"{type(error).__name__}: {error}{place_in_users_code(error)}"
         if not options.on_gpu and _in_transformer_engine(error):
             if options.own_gpus:
                 words = [sys.executable, "-P", "-m", DERIVE_MODULE, *sys.argv[1:], "--on-gpu"]

@@ -13,12 +13,13 @@ import collections
 import contextlib
 import functools
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from liver_hpc.errors import MODELS_ERRORS, PlanError
+from liver_hpc.errors import MODELS_ERRORS, PlanError, place_in_users_code
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.tensors import Chunks, First, ModelSpec, TensorSpec, pipeline
 from liver_hpc.recipes.base import BuildContext, Recipe
@@ -277,13 +278,28 @@ class Derivation:
         try:
             groups = megatron.group_collection(rank_map, at, book)
             with thread.rehearsal(), thread.groups_in_use(groups):
-                with draws.OnMeta():
+                with draws.OnMeta(), _values_missed():
                     modules = (build or build_chunks)(self._recipe, rank_map.layout, at, groups)
                 for module in modules:
                     megatron.in_low_precision(module)
                 yield modules, groups
         finally:
             book.close()
+
+
+@contextlib.contextmanager
+def _values_missed() -> Iterator[None]:
+    """Says what to do where the model reads values as it is built. Raises PlanError."""
+    try:
+        yield
+    except (RuntimeError, TypeError) as error:
+        if not re.search(r"\bmeta\b", str(error)):
+            raise
+        raise PlanError(
+            f"{error}{place_in_users_code(error)}: as the spec is derived, build runs on the meta "
+            "device, where tensors have shapes, and no values; compute what it reads with numpy, "
+            "or with torch.linspace, arange or logspace"
+        ) from error
 
 
 def build_chunks(recipe: Recipe, layout: Layout, at: Coordinate, groups: Any) -> list[Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 from liver_hpc.errors import PlanError
 
@@ -15,12 +16,14 @@ _DRAWS = frozenset({
     "xavier_normal_", "xavier_uniform_", "orthogonal_", "sparse_", "random_", "bernoulli_",
     "exponential_", "log_normal_", "cauchy_", "geometric_",
 })
-_FACTORIES = frozenset({
-    "tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "eye",
-    "empty_strided", "linspace", "randperm", "empty_like", "zeros_like", "ones_like", "full_like",
-    "rand_like", "randn_like", "randint_like",
-})
 # fmt: on
+_FACTORIES = {factory.__name__ for factory in _device_constructors()} | {
+    f"{name}_like" for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")
+}
+_SERIES = frozenset({"arange", "linspace", "logspace"})
+_READS = frozenset({"unbind", "tolist", "numpy", "__array__"})
+_SHORT = 4096
+"""A series of at most so many numbers keeps them."""
 _RANDOM = frozenset({"rand", "randn", "rand_like", "randn_like"})
 _RANDOM_CHOICES = frozenset(
     {"randint", "randint_like", "randperm", "multinomial", "bernoulli", "poisson"}
@@ -94,7 +97,11 @@ class OwnGenerators(dict[torch.device, torch.Generator]):
 
 class OnMeta(TorchFunctionMode):
     """While a model is built that only its shapes are asked of: on its thread, tensors are made on
-    the meta device, and stay there, whatever device is named."""
+    the meta device, and stay there, whatever device is named.
+
+    What `linspace` and its like have just made has numbers that can be read, as models do that give
+    each layer a rate of its own: `[rate.item() for rate in torch.linspace(0, 0.1, depth)]`.
+    """
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -103,8 +110,15 @@ class OnMeta(TorchFunctionMode):
         kwargs.pop("generator", None)  # no values, no draws
         name = getattr(function, "__name__", "")
         of_tensors = any(isinstance(each, torch.Tensor) for each in (*args, *kwargs.values()))
+        if name in _SERIES and not of_tensors:
+            made = function(*args, **{**kwargs, "device": "meta"})
+            if made.numel() <= _SHORT:
+                made.numbers = function(*args, **{**kwargs, "device": "cpu"})
+            return made
         if name in _FACTORIES or (name == "normal" and not of_tensors):
             kwargs["device"] = "meta"
+        elif name in _READS and hasattr(args[0], "numbers") and args[0]._version == 0:
+            args = (args[0].numbers, *args[1:])
         elif name in ("cuda", "cpu") and args[0].is_meta:
             return args[0]
         elif name == "to" and args[0].is_meta:

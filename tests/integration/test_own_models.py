@@ -210,6 +210,21 @@ def test_a_buffer_that_workers_would_draw_otherwise_is_refused(
         build_world(Toy(lambda _: {"body": Features(draw)}), device)
 
 
+def test_a_model_that_reads_values_as_it_is_built_is_told_what_to_do(device: Any) -> None:
+    for rates in (
+        lambda: [rate.item() for rate in torch.linspace(0, 0.1, 4)],
+        lambda: torch.linspace(0, 0.1, 4, device="cpu").tolist(),
+        lambda: torch.arange(4).numpy(),
+    ):
+        read = Toy(lambda _, rates=rates: {"body": Features(lambda: torch.tensor(rates()))})
+        assert not derived(read, "tp1").refused
+    masked = Toy(lambda _: {"body": linear() if (torch.ones(4) == 1).all() else frozen()})
+    with pytest.raises(
+        PlanError, match=r"test_own_models\.py, line \d+\): .* compute .* with numpy"
+    ):
+        derived(masked, "tp1")
+
+
 # ---- kinds of state that are neither trained nor refused
 
 

@@ -85,8 +85,12 @@ NO_EFFECT = (
     ),
     Group(
         "memory and interpreter are left alone",
-        """manual_gc manual_gc_* empty_unused_memory_level train_sync_interval num_workers
+        """manual_gc manual_gc_* empty_unused_memory_level train_sync_interval
         disable_jit_fuser""",
+    ),
+    Group(
+        "one thread of each worker reads samples, `train.read_ahead` micro-batches ahead",
+        "num_workers",
     ),
     Group(
         "loss scales are of fp16", "initial_loss_scale min_loss_scale loss_scale_window hysteresis"

@@ -29,6 +29,34 @@ def test_what_is_on_the_meta_device_stays_there_whatever_device_is_named(move: o
 
 
 @pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.hann_window(8),
+        lambda: torch.logspace(0, 1, 8),
+        lambda: torch.fft.fftfreq(8, device="cpu"),
+        lambda: torch.as_tensor([1.0] * 8),
+        lambda: torch.tril_indices(2, 2).flatten().repeat(2)[:8],
+        lambda: torch.arange(8, out=torch.empty(8)),
+    ],
+)
+def test_whatever_makes_a_tensor_makes_it_on_the_meta_device(make: object) -> None:
+    assert callable(make)
+    with OnMeta():
+        assert (make() * torch.ones(8)).is_meta
+
+
+def test_numbers_of_a_series_can_be_read_until_they_are_changed() -> None:
+    with OnMeta():
+        series = torch.linspace(0, 1, 3)
+        assert series.tolist() == [each.item() for each in series] == [0.0, 0.5, 1.0]
+        series[1] = 2.0
+        with pytest.raises(NotImplementedError):
+            series.tolist()
+        with pytest.raises(NotImplementedError):
+            torch.arange(10**9).tolist()
+
+
+@pytest.mark.parametrize(
     "normal",
     [
         lambda: torch.normal(0.0, 1.0, (2, 3)),
