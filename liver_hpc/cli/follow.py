@@ -84,6 +84,7 @@ def status_text(status: StatusSnapshot) -> str:
         ("nodes", "; ".join(named)),
         ("spare", status.spares and f"workers {ids_text(status.spares)}, booted, without a seat"),
         ("observed", _observed_text(status)),
+        ("checkpoint", _checkpoint_text(status)),
         ("last event", status.last_event),
         ("metrics", status.metrics_error),
     ):
@@ -152,6 +153,11 @@ def _validation_text(status: StatusSnapshot) -> str:
     return f"loss {status.validation_loss:.4f} after {status.evaluated} steps"
 
 
+def _checkpoint_text(status: StatusSnapshot) -> str:
+    of_step = "" if status.checkpointed is None else f"the newest is of step {status.checkpointed}"
+    return "; ".join(filter(None, (of_step, status.checkpoint_error)))
+
+
 def _observed_text(status: StatusSnapshot) -> str:
     times = "once" if status.observed == 1 else f"{status.observed} times"
     return f"{status.would_have} ({times} in all)" if status.observed else ""
@@ -194,10 +200,9 @@ def view(status: StatusSnapshot) -> RenderableType:
         ("event", " ".join(status.last_event.split())),
     ):
         lines.add_row(name, Text(line) if isinstance(line, str) else line)
-    if status.metrics_error:
-        lines.add_row(
-            Text("metrics", "bold red"), Text(" ".join(status.metrics_error.split()), "red")
-        )
+    for name, error in (("checkpoint", status.checkpoint_error), ("metrics", status.metrics_error)):
+        if error:
+            lines.add_row(Text(name, "bold red"), Text(" ".join(error.split()), "red"))
     state = Text(status.state, _STATE_STYLES.get(status.state, ""))
     title = Text.assemble((status.run, "bold"), " ", state)
     panel = Panel(lines, title=title, title_align="left", border_style="dim", padding=(1, 1))

@@ -52,3 +52,5 @@ class StatusSnapshot(BaseModel):
     observed: int = 0  # what it would have done, how often; the newest is `would_have`
     would_have: str = ""
     left_s: float | None = None  # of training, at the last step's speed
+    checkpointed: int | None = None  # the step of the newest checkpoint
+    checkpoint_error: str = ""  # why the one after it has come to nothing

@@ -575,6 +575,8 @@ class Lifecycle:
             handoff=self.handoffs.status(),
             last_event=last_event,
             metrics_error=metrics_error,
+            checkpointed=self._checkpointed[0] if self._checkpointed else None,
+            checkpoint_error=self._checkpoint_failure,
             now_s=now_s,
             nodes=tuple(self.elastic.nodes.lines()),
             observed=self.elastic.observer.count,

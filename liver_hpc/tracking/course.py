@@ -56,19 +56,29 @@ class Course:
             case "evaluated":
                 values = {"validation/loss": float(event["loss"])}
                 yield Point(event["step"], event["ended_s"], values)
+            case "checkpoint_written":
+                values = {
+                    "checkpoint/step": event["step"],
+                    "checkpoint/took_s": float(event["took_s"]),
+                }
+                yield Point(self.step, entry.at_s, values)
+            case str(kind) if kind == COORDINATOR_STARTED and (resumed := event.get("resumed")):
+                self.step = resumed["step"]
+                if not resumed["weights"]:
+                    yield Point(self.step, entry.at_s, {"checkpoint/step": self.step})
 
     def _marks(self, entry: Entry) -> Iterator[Mark]:
         event = entry.event
         match event["type"]:
             case str(kind) if kind == COORDINATOR_STARTED:
-                resumed = event.get("resumed")
-                if resumed is not None:
-                    self.step = resumed["step"]
+                if event.get("resumed"):
                     yield self._mark(
                         entry, "run", f"goes on from the checkpoint of step {self.step}"
                     )
             case "took_over":
                 yield self._mark(entry, "run", f"coordinator {event['epoch']} took over")
+            case "checkpoint_failed":
+                yield self._mark(entry, "checkpoint", event["reason"])
         for action in entry.actions:
             if action["type"] == "record" and (say := _SAID.get(action["table"])) is not None:
                 kind, text = say(next(rows_of(action)))

@@ -45,6 +45,7 @@ class OpenMetrics(Tracker):
         self._lock = threading.Lock()
         self._newest: dict[str, float] = {}
         self._step = 0
+        self._failed_checkpoints = 0
         self._changed = True
         self._derived: list[Metric] = []
         self._next_s = 0.0
@@ -64,6 +65,8 @@ class OpenMetrics(Tracker):
                     kept = self._newest.items()
                     self._newest = {k: v for k, v in kept if not k.startswith(RECIPES)}
                 self._newest.update(what.values)
+            elif what.kind == "checkpoint":
+                self._failed_checkpoints += 1
 
     def flush(self) -> None:
         """Who asks gets the newest."""
@@ -85,6 +88,11 @@ class OpenMetrics(Tracker):
 
     def _of_points(self) -> Iterator[Metric]:
         yield gauge("liver_steps_done", "Training steps that are done.", self._step)
+        yield CounterMetricFamily(
+            "liver_failed_checkpoints",
+            "Checkpoints that have come to nothing.",
+            value=self._failed_checkpoints,
+        )
         values = self._newest
         for name, about in _OF_POINTS.items():
             if name in values:
@@ -107,6 +115,8 @@ _OF_POINTS = {
     "validation/loss": "Loss of the last evaluation.",
     "run/workers": "Workers of the world that trains.",
     "run/nodes": "Nodes that are held.",
+    "checkpoint/step": "Step of the newest checkpoint.",
+    "checkpoint/took_s": "What the newest checkpoint took, in seconds.",
 }
 
 

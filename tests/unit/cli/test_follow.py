@@ -208,8 +208,16 @@ def test_a_bar_keeps_its_length_while_figures_change() -> None:
     assert len(lengths) == 1
 
 
-def test_the_view_tells_that_metrics_cannot_be_written() -> None:
-    assert "the disk is full" in "\n".join(lines_of(status(metrics_error="the disk is full"), 80))
+@pytest.mark.parametrize("error", ["metrics_error", "checkpoint_error"])
+def test_the_view_tells_what_cannot_be_written(error: str) -> None:
+    assert "the disk is full" in "\n".join(lines_of(status(**{error: "the disk is full"}), 80))
+
+
+def test_the_newest_checkpoint_is_told_and_that_the_next_has_failed() -> None:
+    assert "checkpoint" not in status_text(status())
+    assert "\ncheckpoint: the newest is of step 40\n" in status_text(status(checkpointed=40))
+    failed = status(checkpointed=40, checkpoint_error="checkpoint of step 41: the disk is full")
+    assert "of step 40; checkpoint of step 41: the disk is full\n" in status_text(failed)
 
 
 def test_texts_are_not_read_as_markup() -> None:

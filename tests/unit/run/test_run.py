@@ -672,6 +672,8 @@ def test_a_run_whose_last_checkpoint_failed_is_not_finished(earlier: int | None)
     else:
         run.handle(e.CheckpointWritten(earlier, "/checkpoints/step-7", 8, 1.0, 8), 4.5)
     run.handle(e.CheckpointFailed(steps, why), 5.0)
+    status = run.snapshot(5.0, "", "")
+    assert (status.checkpointed, status.checkpoint_error) == (earlier, why)
     for worker in begin.rank_map.rank_map().workers:
         run.handle(m.Finished(worker=worker, step=steps), 6.0)
     assert run.ending is not None

@@ -56,6 +56,19 @@ def test_an_evaluation_stands_at_the_steps_that_were_done() -> None:
     assert point == Point(2, 9.0, {"validation/loss": 3.5})
 
 
+def test_the_newest_checkpoint_and_one_that_failed_stand_where_they_were_told() -> None:
+    resumed = STARTED | {"resumed": {"step": 7, "weights": False}}
+    written = {"type": "checkpoint_written", "step": 8, "took_s": 2.5}
+    failed = {"type": "checkpoint_failed", "step": 9, "reason": "Disk quota exceeded"}
+    told = course_of(resumed, step_done(7), step_done(8), written, failed)
+    points = [(what.step, what.values) for what in told if isinstance(what, Point)]
+    assert points[0] == (7, {"checkpoint/step": 7})
+    assert points[-1] == (9, {"checkpoint/step": 8, "checkpoint/took_s": 2.5})
+    assert told[-1].kind == "checkpoint"  # type: ignore[union-attr]
+    weights = STARTED | {"resumed": {"step": 0, "weights": True}}
+    assert not [what for what in course_of(weights) if isinstance(what, Point)]
+
+
 def test_a_recovery_is_marked_where_it_was_noticed() -> None:
     steps = [step_done(n) for n in (0, 1, 2)]
     lost = ({"type": "refilled"}, [recorded("recoveries", recovery(step=1, steps_redone=2))])
@@ -67,7 +80,7 @@ def test_a_recovery_is_marked_where_it_was_noticed() -> None:
 
 
 def test_handoffs_resumes_takeovers_and_the_end_are_marked() -> None:
-    resumed = STARTED | {"resumed": {"step": 7}}
+    resumed = STARTED | {"resumed": {"step": 7, "weights": False}}
     attempt = reconfiguration(outcome="aborted", detail="worker 3 lost", pause_s=float("nan"))
     told = course_of(
         resumed,

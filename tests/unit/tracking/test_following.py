@@ -138,6 +138,8 @@ def test_openmetrics_says_what_the_report_says(tmp_path: Path) -> None:
         step_done(1),
         step_done(2, ended_s=104),
         ({"type": "node_straggles"}, [encode(Record(straggler("n3"))) for _ in range(2)]),
+        {"type": "checkpoint_written", "step": 2, "took_s": 1.5},
+        {"type": "checkpoint_failed", "step": 3, "reason": "Disk quota exceeded"},
     ]
     append(tmp_path, entries(*told))
     following = Following(tmp_path, config_of(openmetrics={}), pytest.fail)
@@ -157,6 +159,7 @@ def test_openmetrics_says_what_the_report_says(tmp_path: Path) -> None:
     families = {each.name: each for each in parser.text_string_to_metric_families(text)}
     values = {name: each.samples[0].value for name, each in families.items()}
     assert (values["liver_steps_done"], values["liver_train_loss"]) == (3, pytest.approx(3.8))
+    assert (values["liver_checkpoint_step"], values["liver_failed_checkpoints"]) == (2, 1)
     assert "liver_metric" not in values  # the last step had none
     goodput = run_figures(read_run(tmp_path)).goodput
     assert values["liver_goodput_ratio"] == pytest.approx(goodput)
