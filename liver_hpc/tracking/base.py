@@ -39,8 +39,8 @@ class Point:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened. kind: "handoff", "recovery", "notice", "checkpoint" (one that failed) or
-    "run"."""
+    """Something that happened. kind: "handoff", "recovery", "notice", "checkpoint", of one that has
+    failed, or "run"."""
 
     step: int
     at_s: float
