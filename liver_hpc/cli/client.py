@@ -143,7 +143,7 @@ def await_coordinator(run: RunDirectory) -> None:
 
     On Slurm it waits for as long as the job is queued; what Slurm says of it is printed whenever
     that changes. Raises LiverError if the coordinator died, DeadlineError when it did not come
-    within `deadlines.boot_s`.
+    within `deadlines.boot_s`, and the `derive_s` that it may need for the model's spec.
     """
     config, process, job = run.config(), run.job_id(), job_of(run)
     told, pause = "", threading.Event()
@@ -161,8 +161,8 @@ def await_coordinator(run: RunDirectory) -> None:
         if queued:
             deadline = None
         elif deadline is None:
-            waits_for = f"the coordinator of {run}"
-            deadline = Deadline.after(SystemClock(), config.deadlines.boot_s, waits_for)
+            limit_s = config.deadlines.boot_s + config.deadlines.derive_s
+            deadline = Deadline.after(SystemClock(), limit_s, f"the coordinator of {run}")
         else:
             deadline.check()
         pause.wait(_LOCAL_POLL_S if job is None else _QUEUE_POLL_S if queued else JOB_POLL_S)

@@ -315,6 +315,7 @@ class DeadlineSection(Section):
     """
 
     health_s: Seconds = 60.0
+    derive_s: Seconds = 900.0
     boot_s: Seconds = 180.0
     meet_s: Seconds = 30.0
     prepare_s: Seconds = 180.0

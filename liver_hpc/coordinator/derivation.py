@@ -76,11 +76,13 @@ def checked_recipe(
 
 
 def _derive_by(task: Launcher, config: RunConfig, run_directory: Path, node: str) -> ModelSpec:
-    derived, limit_s = run_directory / DERIVED_FILE, config.deadlines.boot_s
+    derived, limit_s = run_directory / DERIVED_FILE, config.deadlines.derive_s
     derived.unlink(missing_ok=True)
     where = f"on {node or 'this machine'}; see logs/*{TASK}.log"
     deadline = Deadline.after(
-        SystemClock(), limit_s, f"the task that derives the model's spec {where} (deadlines.boot_s)"
+        SystemClock(),
+        limit_s,
+        f"the task that derives the model's spec {where} (deadlines.derive_s)",
     )
     task.launch(LaunchAgent(TASK, Seat(node, (0,)), Layout(1, 1, 1)))
     poll_until(lambda: not task.alive(TASK), deadline, _LOOK_S)

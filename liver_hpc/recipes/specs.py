@@ -173,14 +173,14 @@ def asked_of_model(
     """What `python -m MODULE RUN.yaml ANSWER` finds of a run's model, in a child.
 
     cannot: what is told where it fails. Raises ConfigError for a recipe whose model cannot be built
-    or moved, LiverError where the child fails otherwise, or takes longer than deadlines.boot_s.
+    or moved, LiverError where the child fails otherwise, or takes longer than deadlines.derive_s.
     """
-    limit_s = config.deadlines.boot_s
+    limit_s = config.deadlines.derive_s
     with tempfile.TemporaryDirectory() as directory:
         run, found, log = (Path(directory, name) for name in ("run.yaml", "answer.json", "log"))
         run.write_text(dump_run(config), encoding="utf-8")
         words = [sys.executable, "-P", "-m", module, str(run), str(found), *options]
-        name = f"{module} (deadlines.boot_s), recipe {config.recipe},"
+        name = f"{module} (deadlines.derive_s), recipe {config.recipe},"
         child = Child(Command(name, words, log=log, environment=os.environ))
         try:
             code = child.wait(limit_s)

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import importlib
 import json
 import os
 import signal
 import socket
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,6 +65,7 @@ def _import(run_directory: Path, layout: Layout) -> None:
     config = load_run(run_directory / "run.yaml")
     put_first_on_path(config)
     worker.quieten()
+    before = _read_from()
     with collector_paused():
         import torch  # noqa: F401 - for those that are forked
 
@@ -86,6 +89,11 @@ def _import(run_directory: Path, layout: Layout) -> None:
         handoff = config.handoff
         if not has_cuda and handoff.warm_up and not handoff.warm_up_again:
             _import_as_rehearsed(run_directory, layout)
+    if opened := sorted(_read_from() - before):
+        raise LiverError(
+            f"the recipe, or what it imports, has opened {opened[0]} as it was imported, and forked "
+            "workers would read on where another one has: it is to be opened in `open`"
+        )
 
 
 @contextlib.contextmanager
@@ -124,6 +132,18 @@ def _import_as_rehearsed(run_directory: Path, layout: Layout) -> None:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
     rehearsed.remember_imports()
+
+
+def _read_from() -> set[str]:
+    """Files and sockets that this process has open to read from; where it stands in them, it shares
+    with whatever is forked."""
+    found = set()
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # that of the list itself is closed by now
+            mode, how = os.fstat(number).st_mode, fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE
+            if stat.S_ISSOCK(mode) or (stat.S_ISREG(mode) and how != os.O_WRONLY):
+                found.add(os.readlink(f"/proc/self/fd/{number}"))
+    return found
 
 
 def _in_a_child(ask: Callable[[], bool]) -> bool:

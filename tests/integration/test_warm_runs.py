@@ -75,14 +75,22 @@ def test_one_agent_rehearses_once_and_forks_all_workers_and_executes_when_it_can
 
 
 @pytest.mark.long
-def test_a_recipe_that_starts_a_thread_is_executed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("recipe", "why"),
+    [
+        ("threaded:ThreadedGPT", "the warm process: it has 2 threads"),
+        ("opening:OpeningGPT", f"has opened {Path(__file__).with_name('opening.py')} as it was"),
+    ],
+)
+def test_a_recipe_that_workers_cannot_share_is_executed(
+    recipe: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LIVER_TEST_STEP_S")
-    run = start(run_config(tmp_path, 3, recipe="tests.integration.threaded:ThreadedGPT"))
+    run = start(run_config(tmp_path, 3, recipe=f"tests.integration.{recipe}"))
     finish(run)
     (log,) = agent_logs(run)
-    assert f"{EXECUTED}the warm process: it has 2 threads" in log
+    assert EXECUTED in log
+    assert why in log
 
 
 @pytest.mark.long

@@ -97,22 +97,24 @@ class PartWriter:
     theirs, what makes them one. Made at the boundary, it needs the world no more."""
 
     def __init__(self, world: World, scalars: ScalarState, partial: Path, peers: Peers) -> None:
-        """Raises PlanError where the module does not say where all of a tensor lies."""
         self._rank = world.rank_map.layout.rank(world.at)
+        self._recipe, self._worker = world.recipe, world.worker
         self._config, self._layout = world.recipe.config, world.rank_map.layout
         self._scalars, self._partial, self._peers = scalars, partial, peers
-        self._how, self._about = _written_by(world.recipe, world.worker), world.optimizer_groups()
-        self._objects: Mapping[str, Any] = {}
+        self._about = world.optimizer_groups()
         self._extras: Mapping[str, Any] = {}
         if self._rank == 0:
-            self._objects = {name: _here(value) for name, value in self._how.objects.items()}
             with thread.groups_in_use(world.groups):
                 self._extras = world.recipe.checkpoint_extras(scalars.step)
 
     def write(self, state: BoxView) -> WrittenPart:
-        """Rank 0 waits for the others. Raises OSError, and LiverError where that takes too long or
-        one of them could not write its part."""
-        written = write_part(state, self._how.tensors, self._partial, self._objects, self._about)
+        """Rank 0 waits for the others. Raises OSError, PlanError where the module does not say
+        where all of a tensor lies, and LiverError where the wait takes too long or one of them
+        could not write its part."""
+        how = _written_by(self._recipe, self._worker)  # seconds for hundreds of experts, once
+        of_all = how.objects if self._rank == 0 else {}
+        objects = {name: _here(value) for name, value in of_all.items()}
+        written = write_part(state, how.tensors, self._partial, objects, self._about)
         if self._rank != 0:
             self._peers.tell(self._rank, "")
             return written

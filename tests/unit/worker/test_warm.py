@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import socket
+from pathlib import Path
+
 import pytest
 import torch
 
-from liver_hpc.worker.warm import _knowing_of_cuda
+from liver_hpc.worker.warm import _knowing_of_cuda, _read_from
 
 
 @pytest.mark.parametrize("has_cuda", [True, False])
@@ -20,3 +24,11 @@ def test_a_module_that_asks_for_cuda_as_it_is_imported_does_not_reach_the_driver
         assert torch.cuda.is_available() is has_cuda
     with pytest.raises(AssertionError, match="the driver was asked"):
         torch.cuda.is_available()
+
+
+def test_what_forked_workers_would_read_on_together_is_known(tmp_path: Path) -> None:
+    read, written, before = tmp_path / "read", tmp_path / "written", _read_from()
+    with read.open("w+"), written.open("w"), socket.socket() as one:
+        found = _read_from() - before
+        assert found == {str(read), os.readlink(f"/proc/self/fd/{one.fileno()}")}
+    assert _read_from() == before
