@@ -91,8 +91,8 @@ def _import(run_directory: Path, layout: Layout) -> None:
             _import_as_rehearsed(run_directory, layout)
     if opened := sorted(_read_from() - before):
         raise LiverError(
-            f"the recipe, or what it imports, has opened {opened[0]} as it was imported, and forked "
-            "workers would read on where another one has: it is to be opened in `open`"
+            f"the recipe, or what it imports, has opened {opened[0]} as it was imported, and each "
+            "forked worker would move where the others read on: it is to be opened in `open`"
         )
 
 
