@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 import sys
@@ -85,9 +86,10 @@ def checked_run(config: RunConfig, cluster: str | None = None) -> tuple[RunConfi
 
 
 def run_to_submit(config: RunConfig, cluster: str | None = None) -> tuple[RunConfig, Recipe]:
-    """As `checked_run`; what a batch script of liver's own lacks is noted."""
+    """As `checked_run`; what a batch script of liver's own lacks is noted, and burst nodes that
+    would stand idle."""
     config, recipe = checked_run(config, cluster)
-    for line in _cpu_notes(config.cluster):
+    for line in (*_cpu_notes(config.cluster), *_burst_notes(config)):
         print(f"liver: note: {line}", file=sys.stderr)
     return config, recipe
 
@@ -106,6 +108,24 @@ def _cpu_notes(cluster: ClusterSection) -> Iterator[str]:
                 f"{where}.cpus_per_node is not given: where nodes are shared, Slurm may give all "
                 f"{slots} workers of a node the one core of one task"
             )
+
+
+def _burst_notes(config: RunConfig) -> Iterator[str]:
+    """Where the first request's nodes lead to no layout without the next one's."""
+    slurm, slots = config.cluster.slurm, config.cluster.slots
+    burst, counts = slurm.burst, config.worker_counts
+    if config.cluster.kind != "slurm" or burst is None or config.layouts == AUTO:
+        return
+    room = sum(each.nodes * slots(each) for each in slurm.components if each.join == "auto")
+    larger = [count for count in counts if count > room]
+    nodes = math.ceil((larger[0] - room) / slots(burst)) if larger else 0
+    if burst.nodes_per_request < nodes <= burst.max_nodes:
+        yield (
+            f"cluster.slurm.burst.nodes_per_request is {burst.nodes_per_request}, and it takes "
+            f"{nodes} burst nodes from the {room} workers of the components to the next count in "
+            f"layouts, {larger[0]}: those that come first wait, idle and paid for; {nodes} has "
+            "them come together"
+        )
 
 
 # ---- a launch

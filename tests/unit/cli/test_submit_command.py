@@ -139,6 +139,27 @@ def test_workers_of_a_node_that_may_get_one_core_are_noted(
     assert capsys.readouterr().err == ""
 
 
+def test_burst_nodes_that_would_wait_for_others_are_noted(
+    login_node: None, tmp_path: Path, capsys: Captured
+) -> None:
+    path = write_minimal(
+        tmp_path,
+        train={"steps": 4, "global_batch": 8, "micro_batch": 1},
+        workers={"initial": 4, "max": 8},
+        layouts={4: {"dp": 4}, 8: {"dp": 8}},
+        cluster={"kind": "slurm", "slurm": SLURM},
+    )
+    words = ["submit", "--config", str(path), "--dry-run"]
+    given = [f"--set=cluster.slurm.{part}.cpus_per_node=8" for part in ("components.0", "burst")]
+    words += [*given, "--set=cluster.slurm.components.1.cpus_per_node=8"]
+    assert liver(*words) == 0
+    (note,) = capsys.readouterr().err.splitlines()
+    assert "nodes_per_request is 1, and it takes 2 burst nodes from the 4 workers" in note
+    for other in ("burst.nodes_per_request=2", "burst.workers_per_node=4", "burst.max_nodes=1"):
+        assert liver(*words, f"--set=cluster.slurm.{other}") == 0
+        assert capsys.readouterr().err == ""
+
+
 def test_dry_run_prints_how_an_agent_starts_in_its_image(
     login_node: None, tmp_path: Path, capsys: Captured
 ) -> None:
