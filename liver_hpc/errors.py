@@ -87,11 +87,13 @@ MODELS_ERRORS = (
     ImportError,
     LookupError,
     NameError,
+    OSError,
     RuntimeError,
+    SyntaxError,
     TypeError,
     ValueError,
 )
-"""What a model's own code raises where it cannot be laid out so."""
+"""What a model's own code raises where it cannot be built, or laid out so."""
 
 _NOT_THE_USERS = sys.stdlib_module_names | {"liver_hpc", "megatron", "torch", "numpy"}
 

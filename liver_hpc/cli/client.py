@@ -226,6 +226,11 @@ class Watch:
             self._channel = None
 
 
+def goes_on_text(run: RunDirectory) -> str:
+    """What whoever has pressed Ctrl-C is to know."""
+    return f"run {run} goes on; see `liver status {run}`, end it with `liver stop {run}`"
+
+
 def goes_on(run: RunDirectory) -> bool:
     """Whether a run whose coordinator has hung up goes on with its job, which is queued again.
 

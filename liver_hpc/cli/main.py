@@ -63,8 +63,10 @@ def _perform(options: argparse.Namespace) -> int:
         return _complain(error, EXIT_REFUSED)
     except LiverError as error:
         return _complain(error, EXIT_FAILED)
-    except KeyboardInterrupt:
-        return _complain("interrupted; a run that was launched goes on", EXIT_INTERRUPTED)
+    except KeyboardInterrupt as interrupt:
+        nothing = "nothing was launched" if options.command == "submit" else ""
+        said = filter(None, ("interrupted", str(interrupt) or nothing))
+        return _complain("; ".join(said), EXIT_INTERRUPTED)
 
 
 def _check_directory() -> None:
@@ -123,7 +125,7 @@ def _follow(run: RunDirectory) -> int:
     """Watches a run to its end; its outcome as the exit code. Ctrl-C leaves the run alone."""
     from rich.console import Console
 
-    from liver_hpc.cli.client import Watch, await_coordinator, goes_on
+    from liver_hpc.cli.client import Watch, await_coordinator, goes_on, goes_on_text
     from liver_hpc.cli.follow import follow
     from liver_hpc.report.command import show
 
@@ -135,7 +137,7 @@ def _follow(run: RunDirectory) -> int:
             follow(watch.snapshot, Console(), _FOLLOW_INTERVAL_S)
             is_awaited = goes_on(run)
     except KeyboardInterrupt:
-        print(f"\nrun {run} goes on; see `liver status {run}`, end it with `liver stop {run}`")
+        print(f"\n{goes_on_text(run)}")
         return EXIT_INTERRUPTED
     finally:
         watch.close()

@@ -7,10 +7,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from liver_hpc.checkpoint.newest import newest_checkpoint, to_load
 from liver_hpc.cli.check import check_run
-from liver_hpc.cli.client import await_coordinator, check_ended
+from liver_hpc.cli.client import await_coordinator, check_ended, goes_on_text
 from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.config.load import absolute_paths
 from liver_hpc.config.schema import (
@@ -141,14 +142,27 @@ def submit_run(config: RunConfig, cluster: str | None = None) -> RunDirectory:
     if config.cluster.kind == "slurm":
         check_partitions(config)
     run = new_run(config, recipe)
-    try:
-        _launch(run)
-    except LiverError as error:
-        Outcome("failed", f"it was not launched: {error}", 0).write(run.path)
-        raise
-    if config.cluster.kind == "local":
-        await_coordinator(run)
+    with _saying_what_goes_on(run):
+        try:
+            _launch(run)
+        except LiverError as error:
+            Outcome("failed", f"it was not launched: {error}", 0).write(run.path)
+            raise
+        if config.cluster.kind == "local":
+            await_coordinator(run)
     return run
+
+
+@contextmanager
+def _saying_what_goes_on(run: RunDirectory) -> Iterator[None]:
+    """Ctrl-C says whether the run was launched by then."""
+    before = run.job_id()
+    try:
+        yield
+    except KeyboardInterrupt:
+        if run.job_id() == before:
+            raise
+        raise KeyboardInterrupt(goes_on_text(run)) from None
 
 
 def resume_run(run: RunDirectory) -> int:
@@ -172,14 +186,15 @@ def resume_run(run: RunDirectory) -> int:
             )
         begin_again(run.path)
         (run.path / COORDINATOR_FILE).unlink(missing_ok=True)
-        try:
-            _launch(run)
-        except LiverError:
-            if last is not None:
-                last.write(run.path)
-            raise
-        if config.cluster.kind == "local":
-            await_coordinator(run)
+        with _saying_what_goes_on(run):
+            try:
+                _launch(run)
+            except LiverError:
+                if last is not None:
+                    last.write(run.path)
+                raise
+            if config.cluster.kind == "local":
+                await_coordinator(run)
         if loaded is not None:
             return loaded.step
         assert newest is not None

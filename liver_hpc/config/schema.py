@@ -31,7 +31,7 @@ from liver_hpc.layout.coordinates import Layout
 PositiveInt = Annotated[int, Field(gt=0, strict=True)]
 NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
 Seed = Annotated[int, Field(ge=0, lt=2**32, strict=True)]  # as NumPy takes it
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=1e6)]  # a wait of 24.8 days is too long for poll
 Bytes = Annotated[int, Field(gt=0, strict=True)]
 
 

@@ -31,7 +31,7 @@ from typing import IO, Literal
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.host.marks import kill_marked
-from liver_hpc.host.process import clean_environment, quiet_thread
+from liver_hpc.host.process import clean_environment, end_of, quiet_thread
 
 EXIT_ORPHANED = 86
 """Exit code of a process that found its parent already gone when it started."""
@@ -129,7 +129,7 @@ class Adopted:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._code: int | None = None
-        self._end = os.pidfd_open(pid)
+        self._end = end_of(pid)
         weakref.finalize(self, os.close, self._end)  # no thread looks at it any more
         self._looking = threading.Lock()
 
@@ -199,7 +199,7 @@ class Child:
     def fileno(self) -> int:
         """A descriptor of the process; `end` closes it."""
         if self._end is None:
-            self._end = os.pidfd_open(self.pid)
+            self._end = end_of(self.pid)
         return self._end
 
     def exit_code(self) -> int | None:

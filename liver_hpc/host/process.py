@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import gc
 import io
 import os
@@ -14,8 +16,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import psutil
+
 ENOUGH = 65_536
 """Of a hard limit without bounds no more is taken: children inherit it, and some close them all."""
+
+_PIDFD_OPEN = 434
+"""The number of the system call, on all machines."""
+_LOOK_S = 0.05
 
 CORES = "LIVER_CORES"
 """Cores of which a worker takes one, by its place on the node: "0,1"."""
@@ -96,6 +104,40 @@ def quiet_thread(target: Callable[[], None], name: str) -> threading.Thread:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
     return thread
+
+
+def end_of(pid: int) -> int:
+    """A descriptor that is readable once a process has ended, for the caller to close. Raises
+    OSError where there is no such process.
+
+    By the system call itself: `os.pidfd_open` is missing where Python was built with older headers,
+    as conda's is. Before Linux 5.3, and where a container forbids the call, a thread looks.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = int(libc.syscall(_PIDFD_OPEN, ctypes.c_long(pid), ctypes.c_long(0)))
+    if descriptor >= 0:
+        return descriptor
+    number = ctypes.get_errno()
+    if number not in (errno.ENOSYS, errno.EPERM):
+        raise OSError(number, os.strerror(number))
+    return _end_looked_for(pid)
+
+
+def _end_looked_for(pid: int) -> int:
+    try:
+        process = psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH)) from None
+    end, other_end = os.pipe()
+
+    def look() -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(_LOOK_S)
+        os.close(other_end)
+
+    quiet_thread(look, f"end-of-{pid}")
+    return end
 
 
 def all_at_once(calls: Iterable[Callable[[], None]], name: str, limit_s: float) -> None:

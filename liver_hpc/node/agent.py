@@ -53,7 +53,7 @@ from liver_hpc.cluster.slurm.together import own_agent
 from liver_hpc.config.load import load_run
 from liver_hpc.errors import LiverError
 from liver_hpc.host.child import Child, Command, kill_at_last
-from liver_hpc.host.process import quiet_thread
+from liver_hpc.host.process import end_of, quiet_thread
 from liver_hpc.host.version import version_fault
 from liver_hpc.host.warm import WarmProcess
 from liver_hpc.layout.coordinates import Layout
@@ -212,7 +212,7 @@ class Agent:
         """Has the parent's end taken for a signal."""
         parent = self._plan.parent or os.getppid()
         with contextlib.suppress(OSError):  # it has ended, or is outside of our PID namespace
-            end = os.pidfd_open(parent)
+            end = end_of(parent)
             self._selector.register(end, selectors.EVENT_READ, partial(self._parent_ended, end))
         if os.getppid() != parent:
             self._signalled(self._orphaned)

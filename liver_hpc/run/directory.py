@@ -299,8 +299,16 @@ def find_run(text: str, runs_directory: Path) -> RunDirectory:
         is_run = (resolved / "run.yaml").is_file()
         foreign = [f"{each} {text}" for each in (path, resolved) if (text := whose(each.lstat()))]
     except FileNotFoundError:
+        if path.is_symlink():
+            gone = os.path.basename(os.readlink(path))
+            raise ConfigError(
+                f"{path} names {gone}, which is gone; `liver list` says which runs there are"
+            ) from None
         if text == LATEST:
-            raise ConfigError(f"there is no run under {runs_directory} yet") from None
+            raise ConfigError(
+                f"there is no run under {runs_directory.absolute()} yet; --runs-directory names "
+                "another directory of runs"
+            ) from None
         raise ConfigError(
             f"there is no run {text}: neither a directory, nor a name under {runs_directory}"
         ) from None

@@ -79,28 +79,38 @@ def main() -> int:
         derived = Answer[ModelSpec](value=_derived(derivation, recipe, list(layouts)))
     except MODELS_ERRORS as error:
         said = str(error)
-        if not isinstance(error, LiverError):
+        if isinstance(error, SyntaxError):
+            said = f"{error.filename}:{error.lineno}: {error.msg}"
+        elif not isinstance(error, LiverError):
             said = f"{type(error).__name__}: {error}{place_in_users_code(error)}"
-        if not options.on_gpu and _in_transformer_engine(error):
+        if not options.on_gpu and (why := _why_not_here(error)):
             if options.own_gpus:
                 words = [sys.executable, "-P", "-m", DERIVE_MODULE, *sys.argv[1:], "--on-gpu"]
                 os.execve(sys.executable, words, environment)
-            print(f"Transformer Engine builds its layers on a GPU: {said}", file=sys.stderr)
+            print(f"{why}: {said}", file=sys.stderr)
             return 1
         derived = Answer[ModelSpec](refused=said)
     write_whole(options.derived, derived.model_dump_json())
     return 0
 
 
-def _in_transformer_engine(error: BaseException) -> bool:
-    """Whether it, or what it was made of, was raised there or in what is called there."""
+_NODES_MATTER = {
+    "transformer_engine": "Transformer Engine builds its layers on a GPU",
+    "ctypes": "a library cannot be loaded here",
+}
+
+
+def _why_not_here(error: BaseException) -> str:
+    """Why the nodes may do what this host cannot, where it, or what it was made of, was raised in
+    such a package or in what is called there; else empty."""
     cause: BaseException | None = error
     while cause is not None:
         for frame, _ in traceback.walk_tb(cause.__traceback__):
-            if str(frame.f_globals.get("__name__")).partition(".")[0] == "transformer_engine":
-                return True
+            package = str(frame.f_globals.get("__name__")).partition(".")[0]
+            if package in _NODES_MATTER:
+                return _NODES_MATTER[package]
         cause = cause.__cause__ or cause.__context__
-    return False
+    return ""
 
 
 def _derived(derivation: Derivation, recipe: Recipe, layouts: list[Layout]) -> ModelSpec:

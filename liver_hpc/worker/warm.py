@@ -19,6 +19,7 @@ import signal
 import socket
 import stat
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -114,7 +115,7 @@ def _import_as_rehearsed(run_directory: Path, layout: Layout) -> None:
     say why."""
     from liver_hpc.world import rehearsed
 
-    with os.fdopen(os.memfd_create("imported"), "r+") as told:
+    with tempfile.TemporaryFile("w+") as told:
 
         def boot() -> bool:
             before = {*sys.modules}

@@ -14,7 +14,7 @@ from liver_hpc.recipes.base import Recipe
 from liver_hpc.world.device import Device, Network
 from liver_hpc.world.store import ControlStore
 
-FAILURES = (*MODELS_ERRORS, MemoryError, OSError)
+FAILURES = (*MODELS_ERRORS, MemoryError)
 """Errors of work on a world that the worker survives."""
 
 

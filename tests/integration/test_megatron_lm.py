@@ -228,10 +228,20 @@ def test_what_the_script_does_not_take_is_told_at_submit(
         derive_spec(config(f"{WORDS} {words}"))
 
 
-def test_a_script_that_never_trains_is_told_at_submit(config: Config, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("import megatron.training\n", r"nothing\.py ends without a call of .*pretrain"),
+        ("def begin(:\n", r"nothing\.py:1: invalid syntax"),
+        ("open('no.model')\n", r"FileNotFoundError: .* 'no\.model' \(.*nothing\.py, line 1\)"),
+    ],
+)
+def test_a_script_that_does_not_come_to_train_is_told_at_submit(
+    text: str, told: str, config: Config, tmp_path: Path
+) -> None:
     script = tmp_path / "nothing.py"
-    script.write_text("import megatron.training\n")
-    with pytest.raises(ConfigError, match=r"nothing\.py ends without a call of .*pretrain"):
+    script.write_text(text)
+    with pytest.raises(ConfigError, match=told):
         derive_spec(config(script=script))
 
 

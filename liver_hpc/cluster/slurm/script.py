@@ -99,6 +99,7 @@ def job_options(cluster: ClusterSection, run: RunDirectory) -> list[Options]:
         # From 25.11 on: at once, and on the nodes that it had where they are well.
         "requeue" if slurm.requeue else "no-requeue": slurm.requeue or True,
         "no-kill": True,
+        "wait-all-nodes": 1,  # where nodes are booted the script would start with the first one
         "account": slurm.account,
         "qos": slurm.qos,
     }
@@ -121,6 +122,7 @@ def burst_options(
         "time": request.time_min,
         "no-requeue": True,
         "no-kill": True,
+        "wait-all-nodes": 1,
         "output": _log_pattern(run_directory / "logs", "burst-%j.log"),
         "open-mode": "append",
         "account": slurm.account,

@@ -16,7 +16,7 @@ import pytest
 
 from liver_hpc import __version__
 from liver_hpc.checkpoint.index import INDEX_FILE
-from liver_hpc.cli import client
+from liver_hpc.cli import client, submission
 from liver_hpc.cli import main as cli
 from liver_hpc.cli.options import new_parser
 from liver_hpc.cluster.slurm.run_job import OwnJob, RunJob
@@ -134,7 +134,7 @@ def test_version(capsys: Captured) -> None:
         (["stop", "latest", "--timeout-s", "nan"], "wanted a number of seconds above 0, got 'nan'"),
         (["drain", "latest", "n2", "--undo", "--within-s", "5"], "not allowed with argument"),
         (["submit", "--config", "no.yaml"], "no.yaml: there is no such file"),
-        (["status", "latest"], "there is no run under runs yet"),
+        (["status", "latest"], "/runs yet; --runs-directory names another directory of runs"),
         (["status", "runs"], "there is no run runs: neither a directory, nor a name under runs"),
         (["report", "gone", "--runs-directory", "r"], "neither a directory, nor a name under r"),
         (["status", "n" * 300], f"run {'n' * 300}: File name too long"),
@@ -453,6 +453,27 @@ def test_damaged_coordinator_file(run: RunDirectory, capsys: Captured) -> None:
     (run.path / "coordinator.json").write_text(json.dumps({"host": "127.0.0.1"}))
     assert liver("status", "latest") == 1
     assert "coordinator.json is damaged" in capsys.readouterr().err
+
+
+def test_latest_names_a_run_that_is_gone(run: RunDirectory, capsys: Captured) -> None:
+    latest = Path("runs/latest")
+    name = os.readlink(latest)
+    run.path.rename("elsewhere")
+    assert liver("status", "latest") == 2
+    said = f"runs/latest names {name}, which is gone; `liver list` says which runs there are"
+    assert said in capsys.readouterr().err
+
+
+def test_an_interrupt_says_that_nothing_was_launched(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    def checks(*_of: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(submission, "checked_run", checks)
+    assert liver("submit", "--config", str(write_minimal(Path()))) == 130
+    assert capsys.readouterr().err == "liver: error: interrupted; nothing was launched\n"
+    assert not Path("runs").exists()
 
 
 def test_directory_that_is_no_run(tmp_path: Path, capsys: Captured) -> None:

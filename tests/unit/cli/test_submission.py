@@ -195,6 +195,7 @@ def test_interrupt_does_not_come_between_a_launch_and_its_job_id(tmp_path: Path)
         shown = rest_of(process)
     assert process.returncode == cli.EXIT_INTERRUPTED, shown
     run = find_run("latest", Path("runs"))
+    assert f"interrupted; run {run} goes on; see `liver status {run}`" in shown
     deadline = Deadline.after(SystemClock(), LIMIT_S, f"the coordinator of {run}")
     poll_until(lambda: len(processes(run)) == 3, deadline)
 

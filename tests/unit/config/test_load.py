@@ -137,6 +137,7 @@ def test_alias_to_itself_ends(tmp_path: Path) -> None:
         ("deadlines.boot_s=yes", "wanted a number, got true"),
         ("deadlines.step_s=on", "wanted a number, got true"),
         ("optimizer.lr=true", "wanted a number, got true"),
+        ("deadlines.heartbeat_s=1e9", "wanted a number at most 1000000, got 1000000000.0"),
         ("deadlines.boot_s=.nan", "wanted a finite number, got nan"),
         ("deadlines.boot_s=.inf", "wanted a finite number, got inf"),
         ("data.seed=20250131120000", "wanted a number less than 4294967296, got 20250131120000"),
@@ -247,6 +248,7 @@ def test_error_names_the_override_and_not_the_file(tmp_path: Path) -> None:
 names = st.text("abcXYZ019._-", min_size=1, max_size=8).filter(lambda name: name[0] not in "._-")
 counts = st.integers(1, 2**40)
 positive = st.floats(min_value=1e-12, max_value=1e12)
+seconds = st.floats(min_value=1e-12, max_value=1e6)
 layouts = st.fixed_dictionaries({}, optional={a: st.integers(1, 8) for a in ("tp", "pp", "dp")})
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
@@ -265,7 +267,7 @@ runs = st.fixed_dictionaries(
             st.builds(lambda step, count: {"at_step": step, "workers": count}, counts, counts),
             max_size=2,
         ),
-        "deadlines": st.fixed_dictionaries({}, optional={"boot_s": positive, "exit_s": positive}),
+        "deadlines": st.fixed_dictionaries({}, optional={"boot_s": seconds, "exit_s": seconds}),
         "optimizer": st.fixed_dictionaries({"lr": positive}),
         "data": st.none() | st.lists(st.text(max_size=9)).map(lambda files: {"text": files}),
     }

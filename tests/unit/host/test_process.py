@@ -6,18 +6,23 @@ import gc
 import multiprocessing
 import os
 import resource
+import select
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from liver_hpc.host import process
 from liver_hpc.host.process import (
     CORES,
     ENOUGH,
     clean_environment,
     collector_paused,
+    end_of,
     quiet_thread,
     raise_descriptor_limit,
     take_core,
@@ -164,3 +169,20 @@ def test_quiet_thread_takes_no_signals_and_the_caller_still_does() -> None:
     note()
     assert signal.SIGTERM in masks[0]
     assert all(signal.SIGTERM not in mask for mask in masks[1:])
+
+
+@pytest.mark.parametrize("number", [434, 9999], ids=["by the kernel", "by a thread"])
+def test_the_end_of_a_process_is_seen_whoever_waits_for_it(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_PIDFD_OPEN", number)
+    words = [sys.executable, "-c", "input()"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE) as child:
+        end = end_of(child.pid)
+        assert not select.select([end], [], [], 0.2)[0]
+        assert child.stdin is not None
+        child.stdin.close()
+        assert select.select([end], [], [], 30.0)[0]  # as a zombie, too
+        os.close(end)
+    with pytest.raises(ProcessLookupError):
+        end_of(child.pid)

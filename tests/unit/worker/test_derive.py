@@ -27,19 +27,28 @@ def test_one_of_another_release_reads_no_run_file(
         Answer[ModelSpec].read(derived, minimal(), "no answer")
 
 
-def test_what_transformer_engine_has_raised_is_known_behind_another_error() -> None:
-    engine: dict[str, Any] = {"__name__": "transformer_engine.pytorch.module.base"}
-    exec("def build(): raise AssertionError('needs CUDA')", engine)
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        ("transformer_engine.pytorch.module.base", "Transformer Engine builds its layers"),
+        ("ctypes", "a library cannot be loaded here"),
+    ],
+)
+def test_what_the_nodes_may_be_able_to_do_is_known_behind_another_error(
+    module: str, why: str
+) -> None:
+    raising: dict[str, Any] = {"__name__": module}
+    exec("def build(): raise AssertionError('needs CUDA')", raising)
 
-    def told(build: Callable[[], None]) -> bool:
+    def told(build: Callable[[], None]) -> str:
         try:
             try:
                 build()
             except (AssertionError, KeyError) as error:
                 raise ConfigError(f"layouts.2: {error}") from error
         except ConfigError as error:
-            return derive._in_transformer_engine(error)
+            return derive._why_not_here(error)
         raise AssertionError("nothing was raised")
 
-    assert told(engine["build"])
+    assert told(raising["build"]).startswith(why)
     assert not told(lambda: {}["no engine"])
