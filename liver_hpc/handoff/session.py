@@ -76,11 +76,12 @@ class Target:
         self.drop_transfer()
         if self.moving is not None:
             self.moving.join(MOVING_ENDS_S)  # its stream ends at its next message
+        moves = self.moving is not None and self.moving.is_alive()
         world, self.world = self.world, None
         if world is None:
-            return True
+            return not moves
         computes = not self.device.aborted_has_ended()
-        if computes or (self.moving is not None and self.moving.is_alive()):
+        if computes or moves:
             world.abandon(written_to=computes)
             return False
         world.close()

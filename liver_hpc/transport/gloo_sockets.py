@@ -262,9 +262,13 @@ def _connected(sockets: set[Socket]) -> dict[Socket, Ends]:
 @contextmanager
 def _opened(each: Socket) -> Iterator[socket.socket | None]:
     """The socket under another descriptor; None where it is closed, or not of the internet."""
+    number = -1
     try:
-        its = socket.socket(fileno=os.dup(each.descriptor))
+        number = os.dup(each.descriptor)
+        its = socket.socket(fileno=number)
     except OSError:
+        if number >= 0:
+            os.close(number)  # of a file that has its place by now
         yield None
         return
     with its:

@@ -284,7 +284,7 @@ def import_only_triton() -> Iterator[None]:
     try:
         yield
     finally:
-        for name in [n for n in sys.modules if n.split(".")[0] == "triton"]:
+        for name in [n for n in [*sys.modules] if n.split(".")[0] == "triton"]:
             del sys.modules[name]
 
 

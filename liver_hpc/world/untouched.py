@@ -50,6 +50,11 @@ class _Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._kept = kept
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """It concerns its thread alone: others may compile meanwhile."""
+        return True
+
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

@@ -27,13 +27,19 @@ WORDS = """
 STEPS = 12
 
 
-def _recipe(process: WorkerProcess, checkout: str, directory: str, words: str) -> Any:
+def _recipe(
+    process: WorkerProcess, checkout: str, directory: str, words: str, script: str = ""
+) -> Any:
     from liver_hpc.recipes.base import load_recipe, put_first_on_path
     from liver_hpc.recipes.completion import load_users_run
 
     values = {
         "recipe": "liver_hpc.recipes.megatron_lm:Pretrain",
-        "model": {"script": f"{checkout}/pretrain_gpt.py", "args": words},
+        "model": {
+            "script": script or f"{checkout}/pretrain_gpt.py",
+            "megatron_lm": checkout,
+            "args": words,
+        },
         "workers": {"initial": 1, "max": 4},
         "layouts": {1: {"dp": 1}, 4: {"tp": 2, "pp": 2}},
         "cluster": {"kind": "local"},
@@ -103,6 +109,50 @@ def test_a_rehearsal_of_the_script_leaves_training_as_it_is(
     assert len(found) == STEPS
     assert found == wanted  # dropout's masks, too
     assert rehearsals
+
+
+HPC = """
+import faulthandler, logging, signal, sys
+faulthandler.enable()
+signal.signal(signal.SIGUSR1, print)
+logging.getLogger("own").handlers = [logging.StreamHandler()]
+print("the script speaks", file=sys.stderr)
+"""
+
+
+def _run_on_a_thread(process: WorkerProcess, checkout: str, directory: str) -> Any:
+    """What a script of HPC has changed, run as a worker boots, and as it prepares a world."""
+    import faulthandler
+    import logging
+    import os
+    import signal
+
+    from liver_hpc.layout.coordinates import Layout
+
+    plain, script = Path(checkout, "pretrain_gpt.py").read_text(), Path(directory, "hpc.py")
+    begin = 'if __name__ == "__main__":'
+    script.write_text(plain.replace(begin, HPC + begin))
+    recipe = _recipe(process, checkout, directory, WORDS, str(script))
+    before = signal.getsignal(signal.SIGUSR1)
+    recipe.script.at(Layout(1, 1, 1))
+    with ThreadPoolExecutor(1) as beside:
+        beside.submit(recipe.script.at, Layout(2, 2, 1)).result(60.0)
+    (handler,) = logging.getLogger("own").handlers
+    read, write = os.pipe()
+    kept = os.dup(2)
+    os.dup2(write, 2)
+    handler.stream.write("ten steps later")  # type: ignore[attr-defined]
+    handler.stream.flush()  # type: ignore[attr-defined]
+    os.dup2(kept, 2)
+    faulthandler.disable()
+    return signal.getsignal(signal.SIGUSR1) is before, os.read(read, 100)
+
+
+def test_a_script_may_begin_as_those_of_hpc_do(repository: Path, tmp_path: Path) -> None:
+    checkout = repository / "tests" / "standin_megatron_lm"
+    ((kept, written),) = run_workers(_run_on_a_thread, 1, tmp_path, str(checkout), str(tmp_path))
+    assert kept
+    assert written == b"ten steps later"
 
 
 def _told_during_a_ramp_up(process: WorkerProcess, checkout: str, directory: str) -> Any:

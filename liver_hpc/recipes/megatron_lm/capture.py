@@ -9,10 +9,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import functools
 import importlib
 import inspect
-import io
 import os
 import sys
 import threading
@@ -32,6 +30,7 @@ from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.ramp import batch_of, step_of
 from liver_hpc.recipes.megatron_lm import checkout, pretrain_call, validation
+from liver_hpc.recipes.megatron_lm.alone import alone, heard
 from liver_hpc.recipes.megatron_lm.arguments import agreement
 from liver_hpc.recipes.megatron_lm.judgement import judged, without_layout
 from liver_hpc.recipes.megatron_lm.options import ScriptOptions
@@ -179,7 +178,7 @@ class Script:
             self._as_started(layout),
             _imports(self._path),
             self._arguments_taken(),
-            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stdout(heard(sys.stdout, lambda _: None)),
         ):
             args = self._parse(ignore_unknown_args=True)
             return dict(vars(self._validate(args, defaults)))
@@ -248,12 +247,17 @@ class Script:
     @contextlib.contextmanager
     def _arguments_taken(self) -> Iterator[None]:
         """Raises ConfigError where the arguments are not; argparse says why, and exits."""
-        said = io.StringIO()
+        said, stderr = list[str](), sys.stderr
+
+        def hear(text: str) -> int:
+            said.append(text)
+            return stderr.write(text)
+
         try:
-            with contextlib.redirect_stderr(said):
+            with contextlib.redirect_stderr(heard(stderr, hear)):
                 yield
         except SystemExit as error:
-            why = said.getvalue().strip().rpartition("\n")[2] or f"exit code {error.code}"
+            why = "".join(said).strip().rpartition("\n")[2] or f"exit code {error.code}"
             raise ConfigError(f"model.args: {self._path} does not take them: {why}") from None
 
     @contextlib.contextmanager
@@ -269,6 +273,8 @@ class Script:
         finally:
             sys.argv = argv
             for name, value in before.items():
+                if os.environ.get(name) != environment[name]:
+                    continue  # another world's, by now
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
 
     def _with_one_tokenizer(self, mine: dict[str, Any]) -> Callable[..., Any]:
@@ -333,38 +339,6 @@ def _imports(script: Path) -> Iterator[None]:
         ) from error
     except ImportError as error:
         raise ConfigError(f"model.script: {script} cannot be imported: {error}") from error
-
-
-# ---- on a thread that acts alone
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """On this thread, torch.distributed is not initialized: what asks acts for itself, and waits
-    for nobody. Who asks for its rank all the same is the first of one."""
-    _ask_the_thread()
-    thread.here.alone = True
-    try:
-        yield
-    finally:
-        thread.here.alone = False
-
-
-def _ask_the_thread() -> None:
-    """Once a process."""
-    for name, answer in (("is_initialized", False), ("get_rank", 0), ("get_world_size", 1)):
-        plain = getattr(torch.distributed, name)
-        if not hasattr(plain, "asks_the_thread"):
-            setattr(torch.distributed, name, _asking_the_thread(plain, answer))
-
-
-def _asking_the_thread(plain: Callable[..., Any], answer: Any) -> Callable[..., Any]:
-    @functools.wraps(plain)
-    def ask(*args: Any, **options: Any) -> Any:
-        return answer if thread.here.alone else plain(*args, **options)
-
-    ask.asks_the_thread = True  # type: ignore[attr-defined]
-    return ask
 
 
 # ---- objects that Megatron asks for

@@ -19,7 +19,8 @@ from megatron.core import parallel_state
 from liver_hpc.errors import ConfigError
 from liver_hpc.host.files import LOCK_LIMIT_S, file_lock, first_alone
 from liver_hpc.layout.coordinates import Coordinate, Layout
-from liver_hpc.recipes.megatron_lm.capture import Script, alone
+from liver_hpc.recipes.megatron_lm.alone import alone
+from liver_hpc.recipes.megatron_lm.capture import Script
 from liver_hpc.world import module_globals, thread
 
 _LOCK = "megatron-lm-helpers.lock"

@@ -8,6 +8,7 @@
 #SBATCH --time=240
 #SBATCH --no-requeue
 #SBATCH --no-kill
+#SBATCH --wait-all-nodes=1
 #SBATCH --account=lab
 #SBATCH --qos=high
 #SBATCH --nodes=2
@@ -24,6 +25,7 @@
 #SBATCH --time=240
 #SBATCH --no-requeue
 #SBATCH --no-kill
+#SBATCH --wait-all-nodes=1
 #SBATCH --account=lab
 #SBATCH --qos=low
 #SBATCH --nodes=1

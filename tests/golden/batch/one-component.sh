@@ -8,6 +8,7 @@
 #SBATCH --time=240
 #SBATCH --requeue
 #SBATCH --no-kill
+#SBATCH --wait-all-nodes=1
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 

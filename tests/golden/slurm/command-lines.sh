@@ -2,10 +2,10 @@
 sbatch --parsable '/runs/a b%/batch.sh'
 
 # a burst request
-sbatch --parsable --job-name=run-burst-1 --partition=preempt --nodes=2 --time=60 --no-requeue --no-kill '--output=/runs/a b%%/logs/burst-%j.log' --open-mode=append --account=physics --qos=cheap --ntasks-per-node=1 --cpus-per-task=32 --gpus-per-node=h100:8 '--constraint=ib&gold' --exclusive '/runs/a b%/burst.sbatch' '/runs/a b%'
+sbatch --parsable --job-name=run-burst-1 --partition=preempt --nodes=2 --time=60 --no-requeue --no-kill --wait-all-nodes=1 '--output=/runs/a b%%/logs/burst-%j.log' --open-mode=append --account=physics --qos=cheap --ntasks-per-node=1 --cpus-per-task=32 --gpus-per-node=h100:8 '--constraint=ib&gold' --exclusive '/runs/a b%/burst.sbatch' '/runs/a b%'
 
 # a plain burst request
-sbatch --parsable --job-name=run-burst-2 --partition=preempt --nodes=1 --time=5 --no-requeue --no-kill '--output=/runs/a b%%/logs/burst-%j.log' --open-mode=append --ntasks-per-node=1 '/runs/a b%/burst.sbatch' '/runs/a b%'
+sbatch --parsable --job-name=run-burst-2 --partition=preempt --nodes=1 --time=5 --no-requeue --no-kill --wait-all-nodes=1 '--output=/runs/a b%%/logs/burst-%j.log' --open-mode=append --ntasks-per-node=1 '/runs/a b%/burst.sbatch' '/runs/a b%'
 
 # a step of one agent
 srun --jobid=12 --job-name=liver-a0 --nodelist=n1 --nodes=1 --ntasks=1 --ntasks-per-node=1 --overlap --cpu-bind=none --input=none --no-kill --kill-on-bad-exit=0 --wait=0 --unbuffered --verbose --immediate=5 --mpi=none

@@ -8,7 +8,8 @@ import pytest
 
 from liver_hpc.clock import SystemClock
 from liver_hpc.errors import DeadlineError
-from liver_hpc.handoff.session import HandoffAborted, Session
+from liver_hpc.handoff import session
+from liver_hpc.handoff.session import HandoffAborted, Session, Target
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol.messages import (
     Abort,
@@ -23,6 +24,7 @@ from liver_hpc.protocol.messages import (
 from liver_hpc.world.context import WorkerContext
 from tests.unit.config.runs import minimal
 
+unused: Any = None
 SMALL = ScalarState(step=3, consumed_samples=24, optimizer_step=3, loss_scale=1.0, seed=1)
 
 
@@ -136,3 +138,18 @@ def test_an_abort_ends_each_wait_that_comes_after_it_too() -> None:
     resume = Resume(generation=4)
     session.deliver(resume)
     assert session.wait(Resume, 1.0, "all to go back") is resume
+
+
+def test_a_leaver_whose_state_is_still_read_is_not_done_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(session, "MOVING_ENDS_S", 0.05)
+    reads = threading.Event()
+    moving = threading.Thread(target=reads.wait)
+    moving.start()
+    transport: Any = FakeStore()
+    leaver = Target(None, {}, transport, unused, 0, {}, moving)
+    assert not leaver.drop()
+    reads.set()
+    moving.join()
+    assert leaver.drop()

@@ -4,6 +4,7 @@ threads of this one play the members."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import struct
@@ -262,3 +263,12 @@ def test_a_thread_that_has_ended_counts_no_more(monkeypatch: pytest.MonkeyPatch)
         time.sleep(0.001)
     monkeypatch.setitem(gloo_sockets._threads, backend, {str(ended.native_id)})
     assert gloo_sockets.cpu_s(backend) == 0.0
+
+
+def test_the_number_of_a_closed_connection_may_be_a_file_s(tmp_path: Path) -> None:
+    with (tmp_path / "part").open("w") as file:
+        number = file.fileno()
+        before = psutil.Process().num_fds()
+        with gloo_sockets._opened(gloo_sockets.Socket(number, os.fstat(number).st_ino)) as its:
+            assert its is None
+        assert psutil.Process().num_fds() == before
