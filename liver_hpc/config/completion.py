@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,5 +79,5 @@ def _equal(given: Any, value: Any) -> bool:
     if isinstance(value, dict):
         return isinstance(given, dict) and all(_equal(given.get(key), value[key]) for key in value)
     if isinstance(value, str) and isinstance(given, str):
-        return given == value or Path(given).expanduser().absolute() == Path(value)
+        return given == value or Path(os.path.expanduser(given)).absolute() == Path(value)
     return bool(given == value and isinstance(given, bool) == isinstance(value, bool))

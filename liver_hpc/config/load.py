@@ -5,6 +5,7 @@ A key that is given twice is an error, and every error names its line.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path, PurePath
@@ -101,7 +102,8 @@ def absolute_paths(config: RunConfig) -> RunConfig:
     """The same run with every path absolute, so that it means the same in any directory."""
     values = _absolute({**config.model_dump(), "recipe_directory": config.own_recipe_directory})
     if config.data is not None and isinstance(config.data.text, list):
-        values["data"]["text"] = [str(_absolute(Path(text))) for text in config.data.text]
+        texts = map(os.path.expanduser, config.data.text)
+        values["data"]["text"] = [str(Path(text).absolute()) for text in texts]
     return RunConfig.model_validate(values)
 
 

@@ -179,6 +179,9 @@ def _missing(job: Owned) -> Iterator[str]:
             "--global-batch-size must be given: Megatron's default depends on the number of "
             "workers, and the global batch is the same in every layout"
         )
+    for name in ("micro_batch_size", "global_batch_size", "train_iters", "train_samples"):
+        if job[name] is not None and job[name] < 1:
+            yield f"{flag(name)} {job[name]}: wanted at least 1"
     if job["eval_iters"] and job["eval_interval"] is None:
         yield "--eval-interval must be given, or --eval-iters 0: Megatron-LM divides by it"
     if job["save"] is not None and job["save_interval"] is None:
@@ -224,6 +227,8 @@ def _contradictory(job: Owned) -> Iterator[str]:
         yield "--overlap-param-gather wants --overlap-grad-reduce, as Megatron does"
     if job["lr_decay_style"] == "WSD" and not any(job[name] for name in _WSD_LENGTHS):
         yield "--lr-decay-style WSD wants --lr-wsd-decay-iters or --lr-wsd-decay-samples"
+    if not _is_split(job["split"] or SPLIT):
+        yield f"--split {job['split']}: wanted one to three numbers with commas between"
     for name in ("min_lr", "lr_warmup_init"):
         if job["lr"] is not None and job[name] > job["lr"]:
             yield f"{flag(name)} {job[name]:g} is more than --lr {job['lr']:g}"
@@ -407,6 +412,12 @@ def _unvalidated(job: Owned) -> str | None:
 def shares(job: Owned) -> list[float]:
     """Of training, validation and test, as `parse_and_normalize_split` reads them."""
     return [*_given_shares(job), 0.0, 0.0, 0.0][:3]
+
+
+def _is_split(text: str) -> bool:
+    """Whether there is one number for each share, at most, as Megatron finds them in a text."""
+    found = re.findall(r"[.0-9]+", text)
+    return 0 < len(found) < 4 and all(re.fullmatch(r"\d+\.?\d*|\.\d+", one) for one in found)
 
 
 def _given_shares(job: Owned) -> list[float]:

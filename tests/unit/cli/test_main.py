@@ -492,6 +492,12 @@ def test_the_home_of_a_user_that_there_is_not(key: str, capsys: Captured) -> Non
     assert wanted in capsys.readouterr().err
 
 
+def test_texts_of_a_user_that_there_is_not(capsys: Captured) -> None:
+    path = write_minimal(Path(), data={"text": ["~nobody-here/*.txt"]})
+    assert liver("submit", "--config", str(path), "--dry-run") == 2
+    assert "data.text: no file matches '" in capsys.readouterr().err
+
+
 def test_the_directory_may_be_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:

@@ -120,6 +120,15 @@ def test_present_and_different_names_both_places_all_at_once(tmp_path: Path) -> 
     ]
 
 
+def test_a_path_that_differs_may_name_a_user_that_there_is_not(tmp_path: Path) -> None:
+    path = run_file(tmp_path, "--save /c --save-interval 10")
+    assert problems(path, "checkpoint.directory=~nobody-here/x") == [
+        "--set checkpoint.directory=~nobody-here/x is ~nobody-here/x, but run.yaml:4: model.args "
+        "says --save /c: it is /c",
+        "--set checkpoint.directory=~nobody-here/x: there is no home directory '~nobody-here'",
+    ]
+
+
 def test_an_override_is_named_as_it_was_given(tmp_path: Path) -> None:
     path = run_file(tmp_path)
     assert problems(path, "optimizer.lr=1e-4", "train.seed=5") == [
@@ -132,10 +141,10 @@ def test_an_override_is_named_as_it_was_given(tmp_path: Path) -> None:
 
 
 def test_a_derived_value_that_cannot_be_had_names_its_argument(tmp_path: Path) -> None:
-    assert problems(run_file(tmp_path, "--adam-eps 0 --global-batch-size -8")) == [
+    assert problems(run_file(tmp_path, "--adam-eps 0 --clip-grad -1")) == [
         "run.yaml:4: model.args: --adam-eps 0: optimizer.eps: wanted a number more than 0, got 0.0",
-        "run.yaml:4: model.args: --global-batch-size -8: train.global_batch: wanted a number more "
-        "than 0, got -8",
+        "run.yaml:4: model.args: --clip-grad -1: optimizer.clip_grad: wanted a number at least 0, "
+        "got -1.0",
     ]
 
 
