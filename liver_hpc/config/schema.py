@@ -665,7 +665,7 @@ class OpenMetricsSection(Section):
     """An endpoint `/metrics`, for who has the token; port 0: one that is free."""
 
     host: PlainText = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    port: Annotated[int, Field(ge=0, le=65535, strict=True)] = 0
 
 
 class TrackingSection(Section):

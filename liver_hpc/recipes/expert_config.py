@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from liver_hpc.config.schema import PositiveInt, Section
+from liver_hpc.config.schema import NonNegativeInt, PositiveInt, Section
 
 Coefficient = Annotated[float, Field(ge=0)]
 
@@ -15,7 +15,7 @@ class ExpertsConfig(Section):
     """Layers in which a router sends each token to some of many feed-forward blocks; sizes in
     elements. Without a number, no layer is one."""
 
-    number: Annotated[int, Field(ge=0)] = 0
+    number: NonNegativeInt = 0
     topk: PositiveInt = 2
     ffn_hidden: PositiveInt | None = None
     shared_ffn_hidden: PositiveInt | None = None

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
@@ -60,6 +61,15 @@ class ScriptOptions(BaseModel):
     def _one_meaning(cls, path: Path | None) -> Path | None:
         """The same in every process, whatever its directory."""
         return None if path is None else _absolute(path)
+
+    @field_validator("args", mode="before")
+    @classmethod
+    def _no_truth_for_a_word(cls, given: Any) -> Any:
+        """`yes` and `on` of YAML would count as 1."""
+        for word in given if isinstance(given, list) else ():
+            if isinstance(word, bool):
+                raise ValueError(f"wanted a word, got {str(word).lower()}; quote it")
+        return given
 
     @field_validator("args")
     @classmethod

@@ -138,6 +138,7 @@ def test_alias_to_itself_ends(tmp_path: Path) -> None:
         ("deadlines.step_s=on", "wanted a number, got true"),
         ("optimizer.lr=true", "wanted a number, got true"),
         ("deadlines.heartbeat_s=1e9", "wanted a number at most 1000000, got 1000000000.0"),
+        ("tracking.openmetrics.port=yes", "wanted a whole number, got True"),
         ("deadlines.boot_s=.nan", "wanted a finite number, got nan"),
         ("deadlines.boot_s=.inf", "wanted a finite number, got inf"),
         ("data.seed=20250131120000", "wanted a number less than 4294967296, got 20250131120000"),

@@ -154,6 +154,12 @@ def test_options_that_are_wrong_name_their_line(tmp_path: Path) -> None:
     assert problems(path)[1].startswith("run.yaml:3: model.scrip: unknown key")
 
 
+def test_a_truth_is_no_word(tmp_path: Path) -> None:
+    assert problems(run_file(tmp_path), "model.args=[--lr, yes]") == [
+        "--set model.args=[--lr, yes]: wanted a word, got true; quote it"
+    ]
+
+
 def test_a_quote_that_is_not_closed_names_the_file_that_it_is_in(tmp_path: Path) -> None:
     path, words = run_file(tmp_path), tmp_path / "args.txt"
     words.write_text("--num-layers 2 --tokenizer-model 'a b\n")

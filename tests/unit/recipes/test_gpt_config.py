@@ -56,6 +56,7 @@ def test_heads_may_be_wider_than_their_share_of_the_hidden_size() -> None:
     ("experts", "said"),
     [
         ({"topk": 4}, r"experts\n.*number is 0, so that no layer has experts, but topk is given"),
+        ({"number": True, "topk": 1}, r"experts\.number\n.*valid integer"),
         ({"number": 2, "topk": 3}, r"experts\n.*topk 3 is more than the number of experts, 2"),
         ({"number": 4, "bias_update_rate": 0.1}, r"experts\n.*wants score_function sigmoid"),
         ({"number": 4, "aux_loss_coeff": 0.1}, r"experts\n.*none with aux_loss_coeff 0.1"),
