@@ -99,12 +99,15 @@ def dump_run(config: RunConfig) -> str:
 
 
 def absolute_paths(config: RunConfig) -> RunConfig:
-    """The same run with every path absolute, so that it means the same in any directory."""
+    """The same run with every path absolute, so that it means the same in any directory.
+
+    Raises ConfigError where the current directory is one that a run file cannot name.
+    """
     values = _absolute({**config.model_dump(), "recipe_directory": config.own_recipe_directory})
     if config.data is not None and isinstance(config.data.text, list):
         texts = map(os.path.expanduser, config.data.text)
         values["data"]["text"] = [str(Path(text).absolute()) for text in texts]
-    return RunConfig.model_validate(values)
+    return validated(RunConfig, values, key_text)
 
 
 def _absolute(value: Any) -> Any:

@@ -35,6 +35,17 @@ Seconds = Annotated[float, Field(gt=0, le=1e6)]  # a wait of 24.8 days is too lo
 Bytes = Annotated[int, Field(gt=0, strict=True)]
 
 
+_EXPANDED = re.compile(r"\$[\w{(@*]")
+"""What a shell puts something in the place of."""
+
+
+def as_written(text: str, where: str = "") -> str:
+    """The text; raises ValueError for one that a shell would make another of, after `where`."""
+    if _EXPANDED.search(text):
+        raise ValueError(f"{where}{text!r}: $ is not expanded here; write what it stands for")
+    return text
+
+
 class Section(BaseModel):
     """Frozen; an unknown key is an error, and so is a number without bounds."""
 
@@ -43,8 +54,9 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _has_a_home(cls, value: Any) -> Any:
-        """`~name/...` is of a user that there is."""
+        """`~name/...` is of a user that there is, and nothing else in a path is expanded."""
         if isinstance(value, Path):
+            as_written(str(value))
             try:
                 value.expanduser()
             except RuntimeError:
@@ -53,11 +65,13 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """`yes` and `on` of YAML would count as 1."""
-        if isinstance(value, bool):
+    def _of_its_kind(cls, value: Any, info: ValidationInfo) -> Any:
+        """`yes` and `on` of YAML would count as 1, and no path as the current directory."""
+        if isinstance(value, bool) or value == "":
             kinds = {*_kinds_of(cls.model_fields[str(info.field_name)].annotation)}
-            if float in kinds and bool not in kinds:
+            if value == "" and Path in kinds:
+                raise ValueError("wanted a path, got ''")
+            if isinstance(value, bool) and float in kinds and bool not in kinds:
                 raise ValueError(f"wanted a number, got {str(value).lower()}")
         return value
 
@@ -388,12 +402,19 @@ def _plain(text: str) -> str:
     return text
 
 
+def _without_home(text: str) -> str:
+    if text.startswith("~"):
+        raise ValueError(f"{text!r}: ~ is not expanded here; write what it stands for")
+    return text
+
+
 def _words(text: str) -> str:
     """Of a command line, split as a shell would."""
     try:
-        shlex.split(_plain(text))
+        program = shlex.split(_plain(text))[0]
     except ValueError as error:
         raise ValueError(f"{text!r} is no command line: {error}") from None
+    as_written(_without_home(program))
     return text
 
 
@@ -417,7 +438,7 @@ def _runtime_option(word: str) -> str:
 
 
 def _mount(text: str) -> str:
-    paths = _plain(text).split(":")
+    paths = as_written(_plain(text)).split(":")
     if len(paths) > 2 or "," in text or not all(path.startswith("/") for path in paths):
         raise ValueError(
             f"wanted /PATH or /PATH:/PATH_IN_IMAGE without commas, got {text!r}; other words of a "
@@ -517,7 +538,7 @@ class ContainerSection(Section):
     """
 
     runtime: Literal["pyxis", "apptainer", "charliecloud"]
-    image: PlainText
+    image: Annotated[PlainText, AfterValidator(_without_home)]
     mounts: list[Annotated[str, AfterValidator(_mount)]] = []
     python: CommandLine = "python3"
     options: list[Annotated[str, AfterValidator(_runtime_option)]] = []

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
+from liver_hpc.config.schema import as_written
 from liver_hpc.recipes.megatron_lm.words import with_absolute_paths
 
 _CONTINUED = re.compile(r"\\\r?\n")
@@ -18,8 +19,6 @@ _COMMENT_OR_WORD = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 """A comment begins where a word would, as in a shell; no line goes on behind it."""
-_EXPANDED = re.compile(r"\$[\w{(@*]")
-"""What a shell puts something in the place of."""
 
 
 class ArgumentsFile(BaseModel):
@@ -33,14 +32,6 @@ class ArgumentsFile(BaseModel):
 
 def _absolute(path: Path) -> Path:
     return Path(os.path.expanduser(path)).absolute()
-
-
-def _plain(words: list[str], where: str = "") -> list[str]:
-    """The words; raises ValueError for one that a shell would make another of."""
-    for word in words:
-        if _EXPANDED.search(word):
-            raise ValueError(f"{where}{word!r}: $ is not expanded here; write what it stands for")
-    return words
 
 
 class ScriptOptions(BaseModel):
@@ -75,7 +66,7 @@ class ScriptOptions(BaseModel):
     @classmethod
     def _split(cls, given: str | list[str | int | float] | ArgumentsFile) -> list[str]:
         if isinstance(given, list):
-            return with_absolute_paths(_plain([str(word) for word in given]))
+            return with_absolute_paths([as_written(str(word)) for word in given])
         where = ""
         if isinstance(given, ArgumentsFile):
             file = _absolute(given.file)
@@ -89,7 +80,7 @@ class ScriptOptions(BaseModel):
             words = shlex.split(_CONTINUED.sub(" ", text))
         except ValueError as error:  # a quote that is not closed
             raise ValueError(f"{where}wanted words as a shell has them: {error}") from None
-        return with_absolute_paths(_plain(words, where))
+        return with_absolute_paths([as_written(word, where) for word in words])
 
     @property
     def words(self) -> list[str]:

@@ -492,6 +492,25 @@ def test_the_home_of_a_user_that_there_is_not(key: str, capsys: Captured) -> Non
     assert wanted in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("key", ["runs_directory", "checkpoint.directory", "recipe_directory"])
+@pytest.mark.parametrize("given", ["$SCRATCH/x", "/scratch/${USER}"])
+def test_a_path_that_a_shell_would_expand(key: str, given: str, capsys: Captured) -> None:
+    path = write_minimal(Path())
+    assert liver("submit", "--config", str(path), f"--set={key}={given}", "--dry-run") == 2
+    told = capsys.readouterr().err
+    assert f"--set {key}={given}: '{given}': $ is not expanded here; write what it stands" in told
+
+
+def test_a_directory_that_a_run_file_cannot_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    path = write_minimal(tmp_path)
+    (tmp_path / "a$b").mkdir()
+    monkeypatch.chdir(tmp_path / "a$b")
+    assert liver("submit", "--config", str(path), "--dry-run") == 2
+    assert "runs_directory: '" in capsys.readouterr().err
+
+
 def test_texts_of_a_user_that_there_is_not(capsys: Captured) -> None:
     path = write_minimal(Path(), data={"text": ["~nobody-here/*.txt"]})
     assert liver("submit", "--config", str(path), "--dry-run") == 2

@@ -112,6 +112,8 @@ def test_what_the_run_files_keys_name_is_mounted_where_it_is_not_yet(tmp_path: P
         ({"mounts": ["data"]}, "mounts.0: wanted /PATH or /PATH:/PATH_IN_IMAGE without commas"),
         ({"mounts": ["/a:/b:ro"]}, "mounts.0: wanted /PATH or /PATH:/PATH_IN_IMAGE"),
         ({"mounts": ["/a,/b"]}, "mounts.0: wanted /PATH or /PATH:/PATH_IN_IMAGE"),
+        ({"mounts": ["/a/$USER"]}, "mounts.0: '/a/$USER': $ is not expanded here"),
+        ({"image": "~/a.sif"}, "image: '~/a.sif': ~ is not expanded here"),
         ({"options": ["--env", "A=b"]}, "options.1: wanted one word as --rocm"),
         ({"name": "x"}, "name: unknown key (valid keys here: image, mounts"),
     ],
