@@ -57,7 +57,7 @@ def check_run(
         *_check_notices(config),
         *_check_budgets(config),
         *_check_schedule(config),
-        *_check_data(config.data),
+        *_check_data(config.data, recipe),
         *_check_checkpoints(config.checkpoint),
         *_check_network(config.network),
         *missing_packages(config.tracking),
@@ -216,7 +216,17 @@ def _check_schedule(config: RunConfig) -> Iterator[str]:
         yield f"optimizer.min_lr is {optimizer.min_lr:g}, more than optimizer.lr {optimizer.lr:g}"
 
 
-def _check_data(data: DataSection | None) -> Iterator[str]:
+def _check_data(data: DataSection | None, recipe: Recipe) -> Iterator[str]:
+    missing = [*_missing_data(data)]
+    yield from missing
+    if not missing:
+        try:
+            recipe.check_data()
+        except ConfigError as error:
+            yield from error.args
+
+
+def _missing_data(data: DataSection | None) -> Iterator[str]:
     if data is None:
         return
     if data.text is not None:

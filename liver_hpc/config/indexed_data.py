@@ -11,10 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from liver_hpc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+PARTS = ("train", "valid", "test")
+"""What data is shared among, under Megatron's names."""
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -22,12 +29,15 @@ _HEADER = struct.Struct("<9sQBQQ")
 _TYPES = ("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16")
 """Of tokens, in the order of their codes, from 1."""
 _UINT16 = 8
+_MANY = 1 << 20
+"""Sequences, which mostly are enough for a sample: an index may have a thousand times as many."""
 
 
 @dataclass(frozen=True)
 class IndexedData:
     prefix: Path
     token_type: str
+    sequences: int
     documents: int
     tokens: int
 
@@ -62,7 +72,41 @@ def read_indexed_data(prefix: Path) -> IndexedData:
             f"({wanted_bytes // token_bytes} tokens of {name}), the file has {held_bytes}"
         )
     ends = max(documents - 1, 0)
-    return IndexedData(prefix, name, ends, wanted_bytes // token_bytes)
+    return IndexedData(prefix, name, sequences, ends, wanted_bytes // token_bytes)
+
+
+def sequence_lengths(prefix: Path) -> NDArray[np.int32]:
+    """Of the sequences of `<prefix>`, in tokens; on disk until they are looked at.
+
+    Raises ConfigError as `read_indexed_data`.
+    """
+    sequences = read_indexed_data(prefix).sequences
+    return np.memmap(f"{prefix}.idx", "<i4", "r", _HEADER.size, (sequences,))
+
+
+def checked_share(
+    name: object, lengths: NDArray[Any], split: str, part: str, seq_length: int
+) -> tuple[int, int]:
+    """First and end of the sequences in a part's share, by the arithmetic of Megatron's builder.
+
+    lengths: of all sequences, in tokens; split: shares of `PARTS`, of which `part` is one. Raises
+    ConfigError, with `name` for the data, where the share has no sample of seq_length tokens.
+    """
+    shares = np.array([*map(float, split.split(",")), 0.0, 0.0][: len(PARTS)])
+    bounds = [0.0, *accumulate((shares / np.sum(shares)).tolist())]
+    at = PARTS.index(part)
+    first, end = (round(bound * float(len(lengths))) for bound in bounds[at : at + 2])
+    share = lengths[first:end]
+    tokens = int(share[:_MANY].sum())
+    if tokens <= seq_length:
+        tokens = int(share.sum())
+    if tokens <= seq_length:
+        of = f" for {part}, by the split {split}" if len(share) < len(lengths) else ""
+        raise ConfigError(
+            f"{name} has {tokens} tokens{of}; "
+            f"a sample of {seq_length} wants one more than that many"
+        )
+    return first, end
 
 
 def write_index(path: Path, lengths: Sequence[int]) -> None:

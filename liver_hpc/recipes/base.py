@@ -117,6 +117,10 @@ class Recipe(ABC):
         """Raises ConfigError for options that only a process with torch can judge; called once, by
         the one that derives the model's spec."""
 
+    def check_data(self) -> None:  # noqa: B027 - a recipe may know nothing
+        """Raises ConfigError for data that is not there, or too little, where that is seen on the
+        host where a run is submitted. Must not import torch."""
+
     @abstractmethod
     def build(self, context: BuildContext) -> MegatronModule:
         """One chunk of the model at one coordinate. Not collective: it must not communicate.

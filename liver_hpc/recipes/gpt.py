@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from liver_hpc.config.indexed_data import PARTS, checked_share, sequence_lengths
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
 from liver_hpc.host.files import LOCK_LIMIT_S
@@ -18,7 +22,7 @@ from liver_hpc.recipes.base import BuildContext, LossFunction, Recipe, megatron_
 from liver_hpc.recipes.gpt_activations import rehearsal_bytes
 from liver_hpc.recipes.gpt_config import GPTConfig
 from liver_hpc.recipes.gpt_costs import layer_costs
-from liver_hpc.recipes.text_data import VOCABULARY, prefix_of
+from liver_hpc.recipes.text_data import VOCABULARY, prefix_of, text_files
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +39,7 @@ class GPT(Recipe):
 
     def __init__(self, options: GPTConfig, config: RunConfig) -> None:
         super().__init__(options, config)
-        self._check_data()
+        self._check_data_keys()
         self._samples: TokenSamples | None = None
 
     def check_options_in(self, layout: Layout) -> None:
@@ -84,7 +88,7 @@ class GPT(Recipe):
 
     # ---- data
 
-    def _check_data(self) -> None:
+    def _check_data_keys(self) -> None:
         data = self.config.data
         if data is None:
             raise ConfigError(
@@ -100,6 +104,20 @@ class GPT(Recipe):
                 f"model.vocab_size: text is tokenized by bytes, which wants at least "
                 f"{VOCABULARY}, got {self.options.vocab_size}"
             )
+
+    def check_data(self) -> None:
+        """Each share that is read has a sample, in each pair of files."""
+        data = self.config.data
+        assert data is not None
+        if data.text is not None:
+            documents = [file.take_bytes + 1 for file in text_files(data)]
+            lengths = {"data.text": np.array(documents)}
+        else:
+            pairs = [data.prefix] if data.prefix else [each.prefix for each in data.blend or ()]
+            lengths = {f"data: {prefix}": sequence_lengths(prefix) for prefix in pairs}
+        parts = PARTS[:1] if self.config.eval is None else PARTS[:2]
+        for (name, each), part in product(lengths.items(), parts):
+            checked_share(name, each, data.split or "1", part, self.options.seq_length)
 
     def open(self, run_directory: Path) -> None:
         from liver_hpc.recipes.samples import Corpus, TokenSamples

@@ -18,14 +18,10 @@ import numpy as np
 import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import _get_size_per_split_per_dataset
-from megatron.core.datasets.blended_megatron_dataset_config import (
-    convert_split_vector_to_split_matrix,
-    parse_and_normalize_split,
-)
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.utils import Split, normalize
 
-from liver_hpc.config.indexed_data import read_indexed_data
+from liver_hpc.config.indexed_data import checked_share, read_indexed_data
 from liver_hpc.errors import ConfigError
 from liver_hpc.host.files import LOCK_LIMIT_S, first_alone, write_whole
 
@@ -147,10 +143,9 @@ class TokenSamples:
             for prefix in corpus.prefixes
         ]
         self._of_data = [_hash_of_index(prefix) for prefix in corpus.prefixes]
-        shares = convert_split_vector_to_split_matrix(parse_and_normalize_split(corpus.split))
         self._parts = [
-            (self._part(split, share, count), count)
-            for split, share, count in zip(Split, shares, counts, strict=False)
+            (self._part(split, count), count)
+            for split, count in zip(Split, counts, strict=False)
             if count
         ]
 
@@ -169,10 +164,10 @@ class TokenSamples:
         total = sum(count for _, count in self._parts)
         raise ConfigError(f"sample {index} does not exist: the run has {total}")
 
-    def _part(self, split: Split, share: tuple[float, float] | None, count: int) -> Any:
+    def _part(self, split: Split, count: int) -> Any:
         """At least `count` samples of a share, in the order of Megatron's builder."""
         if self._corpus.weights is None:
-            return self._of_one(0, split, share, count)
+            return self._of_one(0, split, count)
         weights = normalize(list(self._corpus.weights))
         # A blend draws a few more of one than its weight is worth, and as many are made.
         surplus = self._config.mid_level_dataset_surplus
@@ -180,26 +175,17 @@ class TokenSamples:
             [size for (size,) in _get_size_per_split_per_dataset(weights, [count], more)]
             for more in (0.0, surplus)
         )
-        mixed = [self._of_one(index, split, share, size) for index, size in enumerate(made)]
+        mixed = [self._of_one(index, split, size) for index, size in enumerate(made)]
         depends_on = (self._of_data, weights, self._corpus.split, split.name, made, sum(sizes))
         orders = self._orders(*depends_on)
         return _SharedBlendedDataset(mixed, weights, sum(sizes), self._config, orders=orders)
 
-    def _of_one(
-        self, index: int, split: Split, share: tuple[float, float] | None, count: int
-    ) -> _SharedGPTDataset:
+    def _of_one(self, index: int, split: Split, count: int) -> _SharedGPTDataset:
         """Samples of a share of one pair of files."""
         held, prefix = self._held[index], self._corpus.prefixes[index]
         seq_length, seed = self._config.sequence_length, self._config.random_seed
-        sequences = GPTDataset.numel_low_level_dataset(held)
-        first, end = (round(bound * float(sequences)) for bound in share or (0.0, 0.0))
-        tokens = int(held.sequence_lengths[first:end].sum())
-        if tokens <= seq_length:
-            part = f" for {split.name}, by the split {self._corpus.split}"
-            raise ConfigError(
-                f"{prefix} has {tokens} tokens{part if (first, end) != (0, sequences) else ''}; "
-                f"a sample of {seq_length} wants one more than that many"
-            )
+        shares = self._corpus.split
+        first, end = checked_share(prefix, held.sequence_lengths, shares, split.name, seq_length)
         depends_on = (self._of_data[index], seq_length, first, end, split.name, count, seed)
         return _SharedGPTDataset(
             held,

@@ -16,6 +16,7 @@ from liver_hpc.recipes.megatron_lm.owned import (
     RAMP,
     SWITCHES,
     Owned,
+    data_problems,
     derived_values,
     flag,
     lacks_checkpoint,
@@ -60,6 +61,12 @@ def notes_of(words: Sequence[str]) -> list[str]:
         own = "from a checkpoint of its own a run goes on with the optimizer too"
         notes.append(f"model.args: --no-load-optim: {own}")
     return notes
+
+
+def check_data_of(words: Sequence[str]) -> None:
+    """Raises ConfigError with what of a job's data is not there, or not whole."""
+    if problems := [*data_problems(Owned.of(words))]:
+        raise ConfigError(*(f"model.args: {problem}" for problem in problems))
 
 
 def scheduled(words: Sequence[str]) -> Mapping[str, float]:

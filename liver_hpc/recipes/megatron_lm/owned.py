@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from liver_hpc.config.completion import Derived
+from liver_hpc.config.indexed_data import read_indexed_data
 from liver_hpc.config.megatron_checkpoint import OWNER_FILE, TRACKER_FILE
 from liver_hpc.config.problems import KeyPath
 from liver_hpc.config.schema import RampupSection, TrainSection
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.ramp import first_step_after, samples_before, step_of
-from liver_hpc.recipes.megatron_lm.words import options_of
+from liver_hpc.recipes.megatron_lm.words import is_number, options_of
 
 NUMBERS: Mapping[str, tuple[Callable[[str], Any], Any]] = {
     "train_iters": (int, None),
@@ -252,6 +253,23 @@ def _ramp_problems(job: Owned) -> Iterator[str]:
             f"{told}: wanted an increment that leads from START to more, to --global-batch-size "
             f"{whole}"
         )
+
+
+def data_problems(job: Owned) -> Iterator[str]:
+    """What of a job's data is not on this host's disks, or not whole. What a path itself names is
+    the script's to read."""
+    if job["mock_data"]:
+        return
+    for name in LISTS:
+        for word in job[name] or ():
+            if "://" not in word and not is_number(word) and not Path(word).exists():
+                try:
+                    read_indexed_data(Path(word.strip()))
+                except ConfigError as error:
+                    yield f"{flag(name)}: {error}"
+    for name in ("data_args_path", "per_split_data_args_path"):
+        if job[name] is not None and "://" not in job[name] and not Path(job[name]).is_file():
+            yield f"{flag(name)} {job[name]}: there is no such file"
 
 
 def ramp_of(words: Sequence[str] | None) -> RampupSection | None:

@@ -17,6 +17,7 @@ from liver_hpc.layout.ramp import samples_before, step_of
 from liver_hpc.recipes.base import BuildContext, LossFunction, Recipe
 from liver_hpc.recipes.megatron_lm import checkout
 from liver_hpc.recipes.megatron_lm.arguments import (
+    check_data_of,
     derived_from,
     notes_of,
     schedule_to_load,
@@ -133,6 +134,9 @@ class Pretrain(Recipe):
             )
 
     # ---- data
+
+    def check_data(self) -> None:
+        check_data_of(self.options.words)
 
     def open(self, run_directory: Path) -> None:
         from liver_hpc.recipes.megatron_lm.datasets import open_datasets

@@ -88,14 +88,15 @@ def _absolute_words(option: Given) -> Iterator[str]:
 
 
 def _absolute(name: str, value: str) -> str:
-    if "://" in value or not value or _is_number(value):  # an object store's; a blend's weight
+    if "://" in value or not value or is_number(value):  # an object store's; a blend's weight
         return value
     path = Path(os.path.expanduser(value))
     is_one = name in _PATHS or (("/" in value or name == _TOKENIZER) and path.exists())
     return str(path.absolute()) if is_one else value
 
 
-def _is_number(word: str) -> bool:
+def is_number(word: str) -> bool:
+    """Whether Megatron would take a word among a blend's for a weight."""
     try:
         float(word)
     except ValueError:

@@ -13,6 +13,7 @@ from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.memory import fullest_worker
+from liver_hpc.recipes.base import load_recipe
 from tests.unit.config.runs import minimal
 from tests.unit.config.test_indexed_data import write_pair
 from tests.unit.layout.models import TIED
@@ -26,6 +27,9 @@ class FourHeads:
     def check_layout(self, layout: Layout) -> None:
         if 4 % layout.tp:
             raise ConfigError(f"tp={layout.tp} does not divide 4 heads")
+
+    def check_data(self) -> None:
+        pass
 
     def rehearsal_bytes(self, layout: Layout) -> int:
         return 1000
@@ -194,6 +198,51 @@ def test_each_part_of_a_blend_is_looked_at(tmp_path: Path) -> None:
     assert problems(minimal(data=blend)) == [
         f"data.blend.1.prefix: {second}.idx is missing; wanted second.bin and .idx"
     ]
+
+
+EVALUATED = {"every_steps": 5, "steps": 1}
+SAMPLE = "a sample of 128 wants one more than that many"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "split", "said"),
+    [
+        ([129], None, ""),
+        ([128], None, f" has 128 tokens; {SAMPLE}"),
+        ([500, 2, 500, 129], "75,25", ""),
+        ([500, 2, 500, 128], "75,25", f" has 128 tokens for valid, by the split 75,25; {SAMPLE}"),
+        ([100, 500], "50,50", f" has 100 tokens for train, by the split 50,50; {SAMPLE}"),
+        ([1_000_000], "90,10", f" has 0 tokens for valid, by the split 90,10; {SAMPLE}"),
+    ],
+)
+@pytest.mark.parametrize("source", ["prefix", "blend", "text"])
+def test_each_share_that_is_read_has_a_sample(
+    lengths: list[int], split: str | None, said: str, source: str, tmp_path: Path
+) -> None:
+    write_pair(tmp_path / "corpus", lengths)
+    write_pair(tmp_path / "other", [500] * 10)
+    for number, length in enumerate(lengths):
+        (tmp_path / f"{number}.txt").write_text("x" * (length - 1))
+    given: dict[str, Any] = {
+        "prefix": tmp_path / "corpus",
+        "blend": [{"prefix": tmp_path / name} for name in ("other", "corpus")],
+        "text": [f"{tmp_path}/*.txt"],
+    }
+    config = minimal(
+        recipe="liver_hpc.recipes.gpt:GPT",
+        data={source: given[source], "split": split},
+        eval=EVALUATED if split else None,
+    )
+    name = "data.text" if source == "text" else f"data: {tmp_path / 'corpus'}"
+    found = [*check._check_data(config.data, load_recipe(config))]
+    assert found == ([f"{name}{said}"] if said else [])
+
+
+def test_a_share_that_nobody_reads_may_have_none(tmp_path: Path) -> None:
+    write_pair(tmp_path / "corpus", [500])
+    data = {"prefix": tmp_path / "corpus", "split": "90,10"}
+    config = minimal(recipe="liver_hpc.recipes.gpt:GPT", data=data)
+    load_recipe(config).check_data()
 
 
 # ---- this machine

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from liver_hpc.config.indexed_data import read_indexed_data
+from liver_hpc.config.indexed_data import read_indexed_data, sequence_lengths
 from liver_hpc.errors import ConfigError
 
 UINT16 = 8
@@ -45,7 +45,8 @@ def patch(path: Path, offset: int, data: bytes) -> None:
 def test_whole_pair(prefix: Path) -> None:
     found = read_indexed_data(prefix)
     assert found.token_type == "uint16"
-    assert (found.documents, found.tokens) == (3, 12)
+    assert (found.sequences, found.documents, found.tokens) == (3, 3, 12)
+    assert sequence_lengths(prefix).tolist() == [5, 0, 7]
 
 
 def test_longer_data_than_the_index_names_is_fine(prefix: Path) -> None:

@@ -15,11 +15,13 @@ from liver_hpc.config.megatron_checkpoint import OWNER_FILE, TRACKER_FILE
 from liver_hpc.errors import ConfigError
 from liver_hpc.recipes.megatron_lm.arguments import (
     agreement,
+    check_data_of,
     derived_from,
     notes_of,
     schedule_to_load,
     scheduled,
 )
+from tests.unit.config.test_indexed_data import write_pair
 from tests.unit.megatron_ramp import has_ramp, ramp_calculator
 from tests.unit.recipes.megatron_lm.jobs import JOB
 
@@ -181,6 +183,24 @@ def test_data(more: str, wanted: dict[str, Any]) -> None:
 )  # fmt: skip
 def test_data_that_is_the_scripts_matter(more: str) -> None:
     assert values(more, DATA)["data"] is None
+
+
+def test_data_is_looked_at_where_a_run_is_submitted(tmp_path: Path) -> None:
+    write_pair(tmp_path / "a", [3])
+    (tmp_path / "list.txt").touch()
+    (tmp_path / "own.jsonl").touch()
+    here = f"{tmp_path}/a {tmp_path}/own.jsonl s3://bucket/x"
+    there = f"--valid-data-path 1 {tmp_path}/a --data-args-path {tmp_path}/list.txt"
+    check_data_of(f"{DATA} --train-data-path {here} {there}".split())
+    check_data_of(f"{JOB} --data-path /nosuch/a".split())  # where --mock-data is what counts
+    words = f"{DATA} --data-path {tmp_path}/a /nosuch/b /nosuch/c --data-args-path /nosuch/d.txt"
+    with pytest.raises(ConfigError) as error:
+        check_data_of(words.split())
+    assert error.value.args == (
+        "model.args: --data-path: /nosuch/b.idx is missing; wanted b.bin and .idx",
+        "model.args: --data-path: /nosuch/c.idx is missing; wanted c.bin and .idx",
+        "model.args: --data-args-path /nosuch/d.txt: there is no such file",
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from liver_hpc.cli.check import check_run
 from liver_hpc.errors import ConfigError
 from liver_hpc.recipes.base import load_recipe
 from liver_hpc.recipes.completion import load_users_run
 from liver_hpc.recipes.megatron_lm import datasets
 from liver_hpc.recipes.megatron_lm.recipe import Pretrain
-from tests.unit.recipes.megatron_lm.jobs import run_file
+from tests.unit.recipes.megatron_lm.jobs import JOB, run_file
 
 
 def test_a_validation_set_is_there_before_the_first_step(
@@ -26,3 +27,11 @@ def test_a_validation_set_is_there_before_the_first_step(
     recipe = load_recipe(load_users_run(run_file(tmp_path)))
     with pytest.raises(ConfigError, match="no validation set; write --eval-iters 0"):
         recipe.open(tmp_path)
+
+
+def test_data_that_is_not_there_is_told_before_a_worker_boots(tmp_path: Path) -> None:
+    more = "--train-data-path /nosuch/a --eval-iters 0"
+    path = run_file(tmp_path, more, job=JOB.replace("--mock-data", ""))
+    config = load_users_run(path)
+    with pytest.raises(ConfigError, match=r"model\.args: --train-data-path: /nosuch/a\.idx is"):
+        check_run(config, load_recipe(config), derived=False)
