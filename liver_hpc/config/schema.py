@@ -641,7 +641,7 @@ class SnapshotSection(Section):
     worker is lost. With "auto" they are taken as often as `cost` allows, of the CPU time."""
 
     every_steps: PositiveInt | Literal["auto"] | None = None
-    cost: Annotated[float, Field(gt=0, le=1)] = 0.02
+    cost: Annotated[float, Field(gt=0, le=1)] = 0.01
 
 
 InterfaceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:@-]{1,15}$")]
