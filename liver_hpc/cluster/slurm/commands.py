@@ -215,7 +215,8 @@ class SlurmCommands:
         """Whether a batch job goes on without the node that ran its script, as --no-kill has it;
         or_silent: or that node does not answer. None where it does not run, or has none."""
         row = self.record(job)
-        if (row.get("JobState"), row.get("BatchFlag")) != ("RUNNING", "1"):
+        # The flag of a script that could not be launched once is 2.
+        if row.get("JobState") != "RUNNING" or row.get("BatchFlag", "0") == "0":
             return None
         host = row["BatchHost"]
         if host not in self.hostnames(row["NodeList"]):

@@ -99,6 +99,11 @@ def test_it_is_queued_again_once_slurm_has_dropped_the_scripts_node(run: RunDire
     assert done(run, WHOLE, WHOLE, LOST) == [["scontrol", "requeue", "77"]]
 
 
+def test_so_it_is_where_its_script_could_not_be_launched_at_first(run: RunDirectory) -> None:
+    again = JOB.format(state="RUNNING", batch=2, nodes="n[2-3]")
+    assert done(run, again) == [["scontrol", "requeue", "77"]]
+
+
 def test_it_is_cancelled_where_it_may_not_be_queued_again(run: RunDirectory) -> None:
     assert done(a_run(requeue=False), LOST) == [["scancel", "77"]]
 
