@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -47,8 +48,9 @@ class Allocation:
     it. automatic: its nodes are used without being asked for. grace_s, most_grace_s: what its
     partition grants the preempted, of several the least and the most; None where nobody is. ends_s:
     when its time is up as long as nothing shortens it; None without a limit, or before that is
-    known. cut: to when that was moved last from a later time, and when that was seen. returning:
-    why it is to be cancelled; empty as long as it is not.
+    known. cut: to when that was moved last from a later time, and when that was seen. guessed_s:
+    when it was last warned without Slurm's word. returning: why it is to be cancelled; empty as
+    long as it is not.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Allocation:
     most_grace_s: float | None = None
     ends_s: float | None = None
     cut: tuple[float, float] | None = None
+    guessed_s: float | None = None
     warned: dict[str, NodeWarned] = field(default_factory=dict)
     end_told: EndNear | None = None
     given_back: set[str] = field(default_factory=set)
@@ -97,10 +100,11 @@ class Allocation:
         self.grace_s = min(granted, default=None)
         self.most_grace_s = max(granted, default=None)
 
-    def is_taken(self, node: str) -> bool:
-        """Whether Slurm takes the node anyway: there is a time by which it does."""
+    def is_taken(self, node: str, by_s: float = math.inf) -> bool:
+        """Whether Slurm takes the node anyway, by that time as far as is known."""
         warning = self.warned.get(node)
-        return warning is not None and warning.deadline_s is not None
+        deadline_s = None if warning is None else warning.deadline_s
+        return deadline_s is not None and deadline_s <= by_s
 
     def warn(self, reason: str, at_s: float, deadline_s: float) -> list[PoolEvent]:
         """Warns of every node; the end of the own allocation is the end of the run."""
@@ -224,7 +228,7 @@ class Holdings:
                 events += self.strike(job, _end_reason(held, info))
             elif info.state == COMPLETING and not held.own:  # who ends the own job says so himself
                 for node in held.nodes:
-                    if not held.is_taken(node):
+                    if not held.is_taken(node, now_s + self.kill_s):
                         events += held.warn_node(node, CANCELLED, now_s, now_s + self.kill_s)
             elif info.state == RUNNING:
                 lost = [n for n in held.nodes if info.nodes and n not in info.nodes]
@@ -234,9 +238,12 @@ class Holdings:
         return events
 
     def _end_moved(self, held: Allocation, ends_s: float, now_s: float) -> list[PoolEvent]:
-        if held.is_preemption(ends_s, now_s):
+        shortened = held.ends_s is not None and held.is_shortened(ends_s)
+        if held.is_preemption(ends_s, now_s) or (shortened and held.guessed_s is not None):
             return held.warn(PREEMPTED, now_s, ends_s)
-        if held.ends_s is not None and held.is_shortened(ends_s):
+        if held.guessed_s is not None and now_s > held.guessed_s + _CUT_S:
+            held.guessed_s = None  # it was no preemption
+        if shortened:
             held.cut = ends_s, now_s  # by somebody, or by a preemption whose signal comes next
         held.ends_s = ends_s
         if ends_s - now_s <= self._end_window_s:
@@ -292,8 +299,9 @@ class Holdings:
         return held.warn_node(node, CANCELLED, at_s, kill_s)
 
     def _unexplained(self, held: Allocation, node: str, at_s: float) -> list[PoolEvent]:
-        """Slurm does not say why: the worst is assumed."""
-        if held.grace_s is None:
+        """Slurm does not say why: the worst is assumed, until it is asked again."""
+        held.guessed_s = at_s
+        if not held.grace_s:  # none, or as a QOS says
             return held.warn_node(node, CANCELLED, at_s, at_s + self.kill_s)
         return held.warn(PREEMPTED, at_s, at_s + held.grace_s)
 

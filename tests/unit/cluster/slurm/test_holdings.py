@@ -151,6 +151,40 @@ def test_without_an_answer_the_worst_is_assumed_and_corrected_later(held: Holdin
     assert held.signalled("n9", "SIGTERM", 1_000.0, None) == []
 
 
+def test_what_was_taken_for_a_preemption_is_corrected_where_the_job_is_cancelled() -> None:
+    held = Holdings(end_window_s=100.0, kill_s=30.0, grace_s={"preempt": 300.0})
+    burst = Allocation("burst-9", "9", ("n4", "n5"), 2, partition="preempt", burst=True)
+    burst.ends_s = LIMIT_S
+    held.enter(burst)
+    assert held.signalled("n4", "SIGTERM", 1_000.0, None) == warned(
+        "n4 n5", "preempted", 1_000.0, 1_300.0
+    )
+    ending = {"9": replace(BURST, state="COMPLETING")}
+    assert held.observe(ending, 1_005.0) == warned("n4 n5", "cancelled", 1_005.0, 1_035.0)
+    assert held.observe(ending, 1_010.0) == []
+
+
+def test_what_was_taken_for_a_cancelled_step_is_corrected_where_a_qos_gives_grace() -> None:
+    """With preempt/qos each partition may show the cluster's PreemptMode, and no grace time."""
+    held = Holdings(end_window_s=100.0, kill_s=30.0, grace_s={"preempt": 0.0})
+    burst = Allocation("burst-9", "9", ("n4", "n5"), 2, partition="preempt", burst=True)
+    burst.ends_s = LIMIT_S
+    held.enter(burst)
+    assert held.signalled("n4", "SIGTERM", 1_000.0, None) == warned(
+        "n4", "cancelled", 1_000.0, 1_030.0
+    )
+    assert held.observe({"9": BURST}, 1_003.0) == []  # it was asked before
+    taken = {"9": replace(BURST, ends_s=1_300.0)}
+    assert held.observe(taken, 1_005.0) == warned("n4 n5", "preempted", 1_005.0, 1_300.0)
+    assert held.observe(taken, 1_250.0) == []
+
+
+def test_a_limit_that_is_shortened_long_after_a_guess_is_no_preemption(held: Holdings) -> None:
+    held.signalled("n4", "SIGTERM", 1_000.0, None)
+    assert observe(held, now_s=1_070.0) == []
+    assert observe(held, replace(BURST, ends_s=5_000.0), now_s=1_075.0) == []
+
+
 def test_completing_is_a_warning_and_absence_the_end(held: Holdings) -> None:
     assert observe(held, replace(EXTRA, state="COMPLETING")) == warned(
         "n2 n3", "cancelled", 1_000.0, 1_000.0 + KILL_S
