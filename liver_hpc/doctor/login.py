@@ -20,6 +20,7 @@ COMMANDS = ("sbatch", "srun", "scancel", "scontrol", "squeue", "sinfo")
 # A controller that does not trust this host's credentials hangs up.
 _AUTHENTICATION = re.compile(r"munge|credential|authenticat|Zero Bytes", re.I)
 _HINT = "If munged is up"
+_LEAST_SLURM = 22, 5
 
 
 def _commands(order: Order) -> Result:
@@ -42,6 +43,12 @@ def _controller(order: Order) -> Result:
                 advice = "start munged here and on the controller, with the same key and right time"
                 return failed(line, advice)
         return failed(complaint, "ask for slurmctld; `scontrol ping` says where it should be")
+    number = re.match(r"(\d+)\.(\d+)", version)
+    if number and (int(number[1]), int(number[2])) < _LEAST_SLURM:
+        return warned(
+            f"Slurm {version}: below 22.05 steps on a node do not share its GPUs",
+            "ask for a newer one; until then leave workers.warm at true where there are GPUs",
+        )
     cluster, kind = order.commands.setting("ClusterName"), order.commands.setting("AuthType")
     return passed(f"cluster {cluster} takes this host's credentials ({kind}), Slurm {version}")
 

@@ -73,8 +73,8 @@ def slurm_launcher(
                 log=directory / "logs" / f"srun-{name.removeprefix(_PREFIX)}.log",
                 apart="session",
             ),
-            lambda nodes: [*srun_words(held, f"{name}-kill", nodes), *kill],
-            lambda nodes: [*srun_words(held, f"{name}-look", nodes), *kill, "--look"],
+            lambda nodes: [*srun_words(held, f"{name}-kill", nodes, False), *kill],
+            lambda nodes: [*srun_words(held, f"{name}-look", nodes, False), *kill, "--look"],
         )
         return Step(plan, squeue, slurm.unreachable_s)
 
@@ -115,9 +115,15 @@ def _together(
     yield from found.values()
 
 
-def srun_words(held: Allocation, name: str, nodes: Sequence[str]) -> list[str]:
+def srun_words(
+    held: Allocation, name: str, nodes: Sequence[str], accelerated: bool = True
+) -> list[str]:
     """A step of one task on each of `nodes`, which sees all of its node, whatever else runs there,
-    and outlives the end and the loss of another one. What the tasks run follows."""
+    and outlives the end and the loss of another one. What the tasks run follows.
+
+    accelerated: with the accelerators of its nodes. Below Slurm 22.05 steps do not share these, and
+    one that asks for none waits for none, either.
+    """
     words = ["srun", f"--jobid={held.job}"]
     if held.het is not None:
         leader, index = held.het
@@ -130,5 +136,5 @@ def srun_words(held: Allocation, name: str, nodes: Sequence[str]) -> list[str]:
     # Left alone, an srun that has to wait asks again only after a minute.
     words += [f"--immediate={_IMMEDIATE_S}", "--mpi=none"]
     if held.gpus_per_node:
-        words.append(f"--gpus-per-node={held.gpus_per_node}")
+        words.append(f"--gpus-per-node={held.gpus_per_node}" if accelerated else "--gres=none")
     return words

@@ -92,7 +92,7 @@ def begin_coordinator(run_directory: Path, attempt: int) -> bool:
     if not claim_succession(run_directory, attempt):
         return False
     name = f"{_STEP}-{epoch + 1}"
-    step = srun_words(here, name, [node])
+    step = srun_words(here, name, [node], accelerated=False)
     command = Command(
         f"srun of step {name}",
         [*step, *python_words(config.cluster), "-u", "-m", *_COORDINATE, str(run)],

@@ -120,6 +120,17 @@ def test_a_controller_that_does_not_answer_is_named_and_not_munge(results: Any) 
     assert [c for c, result in found.items() if result.level is Level.FAIL] == ["controller"]
 
 
+@pytest.mark.parametrize(
+    ("version", "level"),
+    [("21.08.5", Level.WARN), ("22.05.0-0rc1", Level.PASS), ("25.11.1", Level.PASS)],
+)
+def test_a_slurm_whose_steps_share_no_gpus(results: Any, version: str, level: Level) -> None:
+    shown = CONFIG.replace("22.05.8", version)
+    found = results(cluster(), {"show config": Answer(0, shown)})["controller"]
+    assert found.level is level
+    assert f"Slurm {version}" in found.found
+
+
 def test_a_partition_that_is_not_there(results: Any) -> None:
     found = results(cluster(components=components(main="stable", extra="gpu")))["partitions"]
     assert found.level is Level.FAIL

@@ -6,15 +6,23 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
+import pytest
+
+from liver_hpc.cluster.slurm import launcher
 from liver_hpc.cluster.slurm.burst import Request
 from liver_hpc.cluster.slurm.commands import SlurmCommands, sbatch_words
 from liver_hpc.cluster.slurm.holdings import Allocation
 from liver_hpc.cluster.slurm.launcher import srun_words
 from liver_hpc.cluster.slurm.script import burst_options
 from liver_hpc.config.schema import BurstSection, SlurmSection
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.run.actions import LaunchAgent
+from liver_hpc.run.events import Seat
 from tests.golden_files import Golden
 from tests.slurm_answers import Answer
+from tests.unit.config.runs import minimal
 
 RUN = Path("/runs/a b%")
 SCRIPT = RUN / "burst.sbatch"
@@ -40,6 +48,12 @@ LINES = {
         Allocation("extra", "13", ("n2", "n3"), 1, ("12", 1), gpus_per_node="h100:4"),
         "liver-a1",
         ["n2", "n3"],
+    ),
+    "a step beside that, which uses none": srun_words(
+        Allocation("extra", "13", ("n2", "n3"), 1, ("12", 1), gpus_per_node="h100:4"),
+        "liver-a1-kill",
+        ["n2"],
+        accelerated=False,
     ),
 }
 CALLS = {
@@ -76,6 +90,21 @@ def test_every_command_line(golden: Golden) -> None:
     golden.check(
         "slurm/command-lines.sh", "\n".join(lines).replace(f"--user={os.geteuid()}", "--user=1000")
     )
+
+
+def test_who_kills_agents_and_looks_for_them_takes_no_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Mock(return_value=Mock(agents={"a1": Mock()}))
+    monkeypatch.setattr(launcher, "Step", made)
+    held = Allocation("main", "12", ("n1", "n2"), 1, gpus_per_node=4)
+    run = launcher.slurm_launcher(tmp_path, minimal(), Mock(), lambda _: held)
+    run.launch(LaunchAgent("a1", Seat("n1", (0,)), Layout(1, 1, 1)))
+    (plan,) = made.call_args.args[:1]
+    assert "--gpus-per-node=4" in plan.command.words
+    for words in (plan.killing(["n1"]), plan.looking(["n1"])):
+        assert "--gres=none" in words
+        assert "--gpus-per-node=4" not in words
 
 
 def test_what_the_run_file_says_of_burst_nodes_wins() -> None:

@@ -181,7 +181,7 @@ def on_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, node: str, job: str
 def het(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     """A run whose first coordinator is number 1."""
     monkeypatch.chdir(tmp_path)
-    slurm = {"components": [{"name": "main"}, {"name": "spare"}]}
+    slurm = {"components": [{"name": "main"}, {"name": "spare", "gpus_per_node": 2}]}
     run = create_run_directory(minimal(cluster={"kind": "slurm", "slurm": slurm}))
     run.note_job_id("77", run.path.name)
     note_environment(run, {**TOLD, "HOME": "/root", "SLURM_STEP_ID": "0"})
@@ -198,6 +198,7 @@ def test_the_first_agent_that_misses_the_coordinator_has_another_one_begin(
     _await(told)
     words = told.read_text().split()
     assert {"--jobid=77", "--het-group=1", "--nodelist=n9", "--overlap"} <= {*words}
+    assert "--gres=none" in words  # the workers of that node have its GPUs
     assert words[-6:-1] == ["-m", "liver_hpc", "coordinate", "--script-lost", str(het.path)]
     assert words[-1] == "liver-coordinator-2"  # who kills what the agent has started spares it
     told.unlink()
