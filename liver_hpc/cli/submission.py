@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -140,6 +141,7 @@ def submit_run(config: RunConfig, cluster: str | None = None) -> RunDirectory:
     """
     config, recipe = run_to_submit(config, cluster)
     if config.cluster.kind == "slurm":
+        _slurm(config).check_cluster(os.environ)
         check_partitions(config)
     run = new_run(config, recipe)
     with _saying_what_goes_on(run):
@@ -176,6 +178,8 @@ def resume_run(run: RunDirectory) -> int:
         check_ended(run)
         if last is not None and last.state == "finished":
             raise ConfigError(f"run {run} is complete: {last.reason}")
+        if config.cluster.kind == "slurm":
+            _slurm(config).check_cluster(os.environ)
         directory = claim_checkpoints(run, config, check_ended)
         newest = newest_checkpoint(directory)
         loaded = to_load(config, directory, newest)
@@ -260,13 +264,16 @@ def new_run(config: RunConfig, recipe: Recipe, name: str | None = None) -> RunDi
     return run
 
 
+def _slurm(config: RunConfig) -> SlurmCommands:
+    return SlurmCommands(config.cluster.slurm.command_s, config.cluster.slurm.unreachable_s)
+
+
 def check_partitions(config: RunConfig, commands: SlurmCommands | None = None) -> None:
     """Raises ConfigError for partitions that Slurm does not have, or that are too small.
 
     SlurmError when Slurm does not answer.
     """
-    slurm = config.cluster.slurm
-    commands = commands or SlurmCommands(slurm.command_s, slurm.unreachable_s)
+    slurm, commands = config.cluster.slurm, commands or _slurm(config)
     asked = []
     for name in dict.fromkeys(part.partition for part in slurm.components if part.partition):
         # Components of one job have their nodes at the same time, and never share one.

@@ -378,9 +378,13 @@ _OWN_OPTIONS = {
 }
 """Options of sbatch that liver gives itself, and the key that says what it gives."""
 _KEYLESS = re.compile(
-    "array|clusters?|comment|error|hold|no-kill|open-mode|output|parsable|test-only|wait|wrap"
+    "array|comment|error|hold|no-kill|open-mode|output|parsable|test-only|wait|wrap"
 )
 """More of them, of which no key says anything."""
+_OTHER_CLUSTER = (
+    "liver submits to the cluster of Slurm's configuration; for another one submit "
+    "slurm/liver.sbatch by `sbatch -M CLUSTER`, or set SLURM_CONF to that one's"
+)
 _GPUS_AMONG_OTHERS = re.compile(r"(^|[,:/])gpu([,:=]|$)")
 """In a list of generic resources, as "nvme:1,gpu:h100:8" and "cpu=4,gres/gpu=1"."""
 _OWN_STEP_OPTIONS = {
@@ -422,6 +426,8 @@ def _not_ours(keys: Mapping[str, str], keyless: re.Pattern[str], where: str) -> 
     """Refuses the options that liver gives itself, in words."""
 
     def checked(name: str) -> str:
+        if name in ("cluster", "clusters"):
+            raise ValueError(f"--{name}: {_OTHER_CLUSTER}")
         if name in keys:
             raise ValueError(f"liver gives --{name} itself; its key is {keys[name]}")
         if keyless.fullmatch(name):

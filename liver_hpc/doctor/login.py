@@ -36,6 +36,7 @@ def _commands(order: Order) -> Result:
 def _controller(order: Order) -> Result:
     try:
         version = order.commands.setting("SLURM_VERSION")
+        order.commands.check_cluster(os.environ)
     except SlurmError as error:
         complaint = error.complaint or str(error)
         for line in complaint.splitlines():

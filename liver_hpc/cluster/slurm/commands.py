@@ -24,7 +24,7 @@ from liver_hpc.cluster.slurm.replies import (
     steps_of_lines,
     steps_of_records,
 )
-from liver_hpc.errors import LiverError
+from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.host.process import clean_environment
 
 _FIRST_PAUSE_S = 0.5
@@ -82,8 +82,8 @@ class PartitionInfo:
 _HERE = ("--local", "--all")
 """For squeue and sinfo: of this cluster, as in a federation one that does not answer would look
 like one without our jobs; and of hidden partitions, too."""
-_PREFERENCES = ("SQUEUE_", "SINFO_", "SCANCEL_", "SCONTROL_", "SACCT_")
-"""Variables of users that would hide jobs, or have questions asked."""
+_PREFERENCES = ("SQUEUE_", "SINFO_", "SCANCEL_", "SCONTROL_", "SACCT_", "SBATCH_CLUSTERS")
+"""Variables of users that would hide jobs, have questions asked, or lead to another cluster."""
 
 CommandRunner = Callable[[Sequence[str], float], "subprocess.CompletedProcess[str]"]
 """Runs a command for at most so many seconds; raises TimeoutExpired, FileNotFoundError."""
@@ -305,6 +305,17 @@ class SlurmCommands:
         if found is None:
             raise SlurmError(asked, 0, f"there is no setting {name!r}")
         return found[1].strip()
+
+    def check_cluster(self, environment: Mapping[str, str]) -> None:
+        """Raises ConfigError where `environment` has sbatch submit to other clusters than this."""
+        for variable in ("SBATCH_CLUSTERS", "SLURM_CLUSTERS"):
+            named = environment.get(variable, "").lower()
+            if named and (here := self.setting("ClusterName")).lower() not in named.split(","):
+                raise ConfigError(
+                    f"{variable} names cluster {named}, and Slurm's configuration is that of "
+                    f"{here}, to which liver submits: submit slurm/liver.sbatch by `sbatch -M "
+                    f"{named}`, or set SLURM_CONF to the configuration of {named}"
+                )
 
     # ---- how
 

@@ -226,6 +226,21 @@ def test_a_run_of_another_cluster_is_judged_there(launches: Launches) -> None:
     assert resume_run(run) == 7
 
 
+def test_a_run_goes_on_in_no_other_cluster_than_sbatch_would_submit_to(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ended()
+    scontrol = Path("programs/scontrol")
+    scontrol.write_text("#!/bin/sh\necho 'ClusterName = daint'\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("SLURM_CLUSTERS", "alps")
+    with pytest.raises(ConfigError, match="SLURM_CLUSTERS names cluster alps"):
+        resume_run(run)
+    assert (launches.runs, run.outcome()) == ([], STOPPED)
+    monkeypatch.setenv("SLURM_CLUSTERS", "daint")
+    assert resume_run(run) == 7
+
+
 def test_a_run_whose_coordinator_answers_does_not(launches: Launches) -> None:
     """Whatever Slurm knows of its job here."""
     run = ended(None)

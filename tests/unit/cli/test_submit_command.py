@@ -98,6 +98,19 @@ def login_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
 
 
+def test_another_cluster_than_sbatch_would_submit_to_is_refused(
+    login_node: None, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scontrol = tmp_path / "programs" / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho 'ClusterName = inter'\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("SLURM_CLUSTERS", "cm4")
+    path = write_minimal(tmp_path, cluster={"kind": "slurm", "slurm": SLURM})
+    assert liver("submit", "--config", str(path)) == 2
+    assert "submit slurm/liver.sbatch by `sbatch -M cm4`" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
 @pytest.mark.parametrize(
     ("kind", "slurm", "resolved"),
     [("auto", SLURM, "slurm"), ("auto", {}, "local"), ("local", SLURM, "local")],

@@ -146,7 +146,7 @@ def test_alias_to_itself_ends(tmp_path: Path) -> None:
         ("cluster.slurm.python=~/venv/bin/python", "'~/venv/bin/python': ~ is not expanded here"),
         ("cluster.slurm.python=$VENV/bin/python -s", "'$VENV/bin/python': $ is not expanded here"),
         ("checkpoint.directory=''", "wanted a path, got ''"),
-        ("cluster.slurm.components=[{name: a, options: {clusters: b}}]", "liver gives --clusters"),
+        ("cluster.slurm.components=[{name: a, options: {clusters: b}}]", "by `sbatch -M CLUSTER`"),
         ("train.steps='10'", "wanted a whole number, got '10'"),
         ("train.steps=true", "wanted a whole number, got True"),
         ("train.steps=", "wanted a whole number, got nothing"),

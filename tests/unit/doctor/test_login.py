@@ -120,6 +120,15 @@ def test_a_controller_that_does_not_answer_is_named_and_not_munge(results: Any) 
     assert [c for c, result in found.items() if result.level is Level.FAIL] == ["controller"]
 
 
+def test_a_cluster_that_is_not_the_one_to_which_sbatch_would_submit(
+    results: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CLUSTERS", "cm4")
+    found = results(cluster())["controller"]
+    assert found.level is Level.FAIL
+    assert "SLURM_CLUSTERS names cluster cm4" in found.found
+
+
 @pytest.mark.parametrize(
     ("version", "level"),
     [("21.08.5", Level.WARN), ("22.05.0-0rc1", Level.PASS), ("25.11.1", Level.PASS)],

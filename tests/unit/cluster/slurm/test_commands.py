@@ -21,6 +21,7 @@ from liver_hpc.cluster.slurm.commands import (
     run_command,
 )
 from liver_hpc.cluster.slurm.replies import JobInfo
+from liver_hpc.errors import ConfigError
 from tests.slurm_answers import Answer
 
 AWAY = Answer(1, "", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
@@ -221,12 +222,22 @@ def test_partitions_and_settings() -> None:
         commands(config).setting("Nonsense")
 
 
+@pytest.mark.parametrize("variable", ["SBATCH_CLUSTERS", "SLURM_CLUSTERS"])
+def test_an_environment_that_names_another_cluster_is_refused(variable: str) -> None:
+    slurm = commands(*[Answer(0, "ClusterName             = inter\n")] * 2)
+    slurm.check_cluster({})
+    slurm.check_cluster({variable: "cm4,Inter"})
+    with pytest.raises(ConfigError, match=f"{variable} names cluster cm4, .* `sbatch -M cm4`, or"):
+        slurm.check_cluster({variable: "cm4"})
+
+
 def test_a_command_runs_in_the_environment_of_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     printed = run_command(["env"], 5.0).stdout.splitlines()
     assert "SLURM_TIME_FORMAT=%s" in printed
     assert not any(line.startswith("SLURM_JOB_ID") for line in printed)
-    hides = {"SQUEUE_PARTITION": "gpu", "SCANCEL_INTERACTIVE": "1", "SBATCH_ACCOUNT": "a"}
+    hides = {"SQUEUE_PARTITION": "gpu", "SCANCEL_INTERACTIVE": "1", "SBATCH_CLUSTERS": "a"}
+    hides["SBATCH_ACCOUNT"] = "a"
     printed = run_command(["env"], 5.0, {**os.environ, **hides}).stdout.splitlines()
     told = {line.partition("=")[0] for line in printed} & hides.keys()
     assert told == {"SBATCH_ACCOUNT"}
