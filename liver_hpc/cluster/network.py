@@ -30,6 +30,8 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 NCCL_HCA = "NCCL_IB_HCA"
 NCCL_LOG = "NCCL_DEBUG_FILE"
+SLINGSHOT_NETWORKS = "SLINGSHOT_VNIS"
+"""Of a step: "its own", or "its own,its job's". libfabric uses the first."""
 
 NCCL_TELLS = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH"}
 """With these NCCL writes down which transport it chose, and over which links."""
@@ -166,6 +168,9 @@ def worker_network_environment(
         infiniband = [port for port in facts.hca_ports if port.link_layer == "InfiniBand"]
         found[NCCL_HCA] = f"={','.join(map(str, infiniband or facts.hca_ports))}"
     told = {name: str(value) for name, value in network.nccl.items()}
+    _, comma, of_the_job = environment.get(SLINGSHOT_NETWORKS, "").rpartition(",")
+    if kind == "slurm" and comma:  # joiners are of other steps
+        told[SLINGSHOT_NETWORKS] = of_the_job
     if network.gloo_interface is not None:
         _require(_names(network.gloo_interface), "gloo_interface", facts)
         told[GLOO_INTERFACE] = network.gloo_interface

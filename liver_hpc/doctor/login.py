@@ -132,6 +132,32 @@ def _signals(order: Order) -> Result:
     return passed(kind)
 
 
+def _switch(order: Order) -> Result:
+    """Whether processes of different steps and jobs reach each other over the fast network: those
+    that the doctor tries are of one step."""
+    kind, burst = order.commands.setting("SwitchType"), order.slurm.burst is not None
+    if kind.endswith("nvidia_imex") and burst:
+        return warned(
+            f"{kind}: each job has an IMEX channel of its own: over NVLink burst nodes reach no "
+            "others",
+            "set network.nccl: {NCCL_MNNVL_ENABLE: 0}",
+        )
+    if not kind.endswith("hpe_slingshot"):
+        return passed(kind)
+    if burst:
+        return warned(
+            f"{kind}: each job has a network of its own: over CXI burst nodes reach no others",
+            "leave burst out, or set network.nccl: {NCCL_NET: Socket}",
+        )
+    if "job_vni" not in str(order.slurm.step_options.get("network", "")).split(","):
+        return warned(
+            f"{kind}: each srun has a network of its own: over CXI nodes reach none that another "
+            "srun has begun to use, as of another component, or after a loss",
+            "set cluster.slurm.step_options: {network: 'single_node_vni,job_vni'}",
+        )
+    return passed(f"{kind}, with a network of the job")
+
+
 def slowest_handoff_s(runs_directory: Path) -> float:
     """Notice to release of the slowest handoff in the newest run here, 0 when none is known. One
     that had to boot joiners does not count: whoever leaves a node boots none."""
@@ -199,6 +225,7 @@ LOGIN_CHECKS = (
     Check("partitions", _partitions, ("controller",), _ASK),
     Check("preemption", _preemption, ("partitions",), _ASK),
     Check("signals", _signals, ("controller",), _ASK),
+    Check("switch", _switch, ("controller",), _ASK),
     Check("run directory", _runs_directory),
     Check("memory", _memory, advice=_FITS),
 )

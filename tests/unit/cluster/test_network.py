@@ -137,6 +137,13 @@ def test_further_variables_of_nccl_beat_the_environment() -> None:
     }
 
 
+@pytest.mark.parametrize(("given", "told"), [("1358,1214", "1214"), ("1358", None), ("", None)])
+def test_of_slingshots_networks_the_jobs_is_taken_where_there_is_one(
+    given: str, told: str | None
+) -> None:
+    assert chosen(node(), {"SLINGSHOT_VNIS": given}).get("SLINGSHOT_VNIS") == told
+
+
 def test_what_a_file_of_nccls_sets_is_left_to_it_unless_the_run_file_names_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

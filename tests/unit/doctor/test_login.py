@@ -30,6 +30,7 @@ PreemptType             = preempt/partition_prio
 ProctrackType           = proctrack/cgroup
 SLURM_VERSION           = 22.05.8
 SlurmctldParameters     = (null)
+SwitchType              = switch/none
 """
 PARTITIONS = """\
 PartitionName=stable GraceTime=0 MaxTime=UNLIMITED Nodes=n[1-3] PreemptMode=OFF PriorityTier=10
@@ -95,7 +96,7 @@ def test_without_slurm_nothing_of_it_is_looked_at(
     assert found["commands"].level is Level.FAIL
     assert "sbatch" in found["commands"].found
     skipped = {check for check, result in found.items() if result.level is Level.SKIP}
-    assert skipped == {"controller", "partitions", "preemption", "signals"}
+    assert skipped == {"controller", "partitions", "preemption", "signals", "switch"}
 
 
 @pytest.mark.parametrize(
@@ -198,6 +199,29 @@ def test_a_scancel_that_reaches_srun_ends_burst_workers(
     assert found.level is level
     assert found.found.startswith("proctrack/linuxproc")
     assert ("liver stop --checkpoint" in found.advice) == (level is Level.WARN)
+
+
+BURST = {"partition": "spot", "max_nodes": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "slurm", "do"),
+    [
+        ("hpe_slingshot", {}, "step_options: {network: 'single_node_vni,job_vni'}"),
+        ("hpe_slingshot", {"step_options": {"network": "single_node_vni,job_vni"}}, ""),
+        ("hpe_slingshot", {"burst": BURST, "step_options": {"network": "job_vni"}}, "NCCL_NET"),
+        ("nvidia_imex", {"burst": BURST}, "NCCL_MNNVL_ENABLE"),
+        ("nvidia_imex", {}, ""),
+        ("none", {"burst": BURST}, ""),
+    ],
+)
+def test_a_switch_that_keeps_steps_or_jobs_apart(
+    results: Any, kind: str, slurm: dict[str, Any], do: str
+) -> None:
+    shown = CONFIG.replace("switch/none", f"switch/{kind}")
+    found = results(cluster(**slurm), {"show config": Answer(0, shown)})["switch"]
+    assert found.level is (Level.WARN if do else Level.PASS)
+    assert do in found.advice
 
 
 def test_a_component_without_a_partition_comes_to_the_default(results: Any) -> None:
