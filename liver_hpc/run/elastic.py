@@ -201,20 +201,22 @@ class ElasticPolicy:
 
     def warned(self, event: NodeWarned) -> bool:
         """A node has to be left. False for one that is not held, and for a warning that only moves
-        a deadline that was known."""
+        a deadline that was known, and leaves half of the time at least."""
         held = self.nodes.get(event.node)
         if held is None:
             return False
-        hurries = held.deadline_s is None and event.deadline_s is not None
+        now_s = self._clock.now_s()
+        before_s = self.nodes.window_s((event.node,), now_s)
         held.warning = event
+        window_s = self.nodes.window_s((event.node,), now_s)
+        hurries = window_s < before_s / 2
         lingering = self._agents.lingering
         for worker in self._agents.workers_on({event.node}, tuple(lingering)):
             stays_s = lingering[worker].remaining_s()
-            self.nodes.linger((worker,), stays_s, self._clock.now_s())
+            self.nodes.linger((worker,), stays_s, now_s)
         if not self.notices.warned(event, held.node.allocation) and not hurries:
             return False
-        left_s = None if event.deadline_s is None else event.deadline_s - self._clock.now_s()
-        window = "no deadline" if left_s is None else f"{left_s:.1f} s left"
+        window = "no deadline" if event.deadline_s is None else f"{window_s:.1f} s left"
         self._out.append(a.Note(f"node {event.node} has to be left: {event.reason}, {window}"))
         return True
 
@@ -233,9 +235,21 @@ class ElasticPolicy:
                 self.queue.put_back(request)
             self._overtaken = handoffs.generation
             handoffs.cancel(f"nodes {sorted(doomed)} have to be left at once")
+        elif handoffs.boots and self._has_less_time(request, world):
+            self._overtaken = handoffs.generation
+            handoffs.cancel("there is less time than it was begun for")
         elif self._agents.workers_on(doomed, members):
             merged = f"merged into generation {handoffs.generation}"
             self.notices.decided(doomed, merged, handoffs.generation)
+
+    def _has_less_time(self, request: ReconfigurationRequest, world: WorldRef) -> bool:
+        """Whether nodes are taken before half of the time that there was to leave them."""
+        if request.deadline_s is None:
+            return False
+        now_s = self._clock.now_s()
+        leaving = {*request.without} & {*world.rank_map.workers}
+        left = {self._agents.node_of(worker) for worker in leaving}
+        return self.nodes.window_s(left, now_s) < (request.deadline_s - now_s) / 2
 
     def gone(self, event: NodeGone) -> tuple[int, ...]:
         """Strikes a node off; the workers of the run that were still on it."""

@@ -73,6 +73,11 @@ class Handoffs:
         return self._machine.phase in BEFORE_COMMIT and not freed
 
     @property
+    def boots(self) -> bool:
+        """Whether joiners are waited for."""
+        return self._machine.phase is Phase.BOOT
+
+    @property
     def committed_world(self) -> WorldRef | None:
         """The target world while its source is being released, else None."""
         attempt = self._machine.attempt
@@ -174,7 +179,7 @@ class Handoffs:
 
     def cancel_boot(self, reason: str) -> None:
         """Joiners cannot come any more; nothing to an attempt that has them all."""
-        if self._machine.phase is Phase.BOOT:
+        if self.boots:
             self.feed(Cancelled(reason))
 
     def tick(self) -> None:

@@ -9,7 +9,7 @@ import pytest
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.run.agents import TERMINATED
-from liver_hpc.run.events import EndNear, NodeGone
+from liver_hpc.run.events import EndNear, Node, NodeGone
 from liver_hpc.run.outcome import Outcome
 from tests.fakes import Fault
 from tests.unit.coordinator.live import Start
@@ -111,6 +111,20 @@ def test_a_handoff_that_leaves_the_node_anyway_goes_on(make: Start) -> None:
     assert run.record(1).outcome == "completed"
     run.until(lambda: len(run.metrics.notices) == 3, "the notice")
     assert run.metrics.notices[2].action == "merged into generation 2"
+
+
+def test_a_window_that_turns_out_shorter_is_not_spent_on_joiners(make: Start) -> None:
+    """As where Slurm has said late what a signal meant."""
+    layouts = {1: [{}], 2: [{"dp": 2}], 4: [{"dp": 4}]}
+    run = on_two_nodes(make, Node("n3", "main", slots=1), layouts=layouts)
+    run.cluster.faults.fail_at(2, Phase.BOOT, Fault.SILENT)
+    run.cluster.pool.warn("n2", window_s=LONG_S)
+    run.reach(Phase.BOOT)
+    run.cluster.pool.warn("n2", "cancelled", window_s=5.0)
+    assert "there is less time than it was begun for" in run.record(0).detail
+    leaving = run.record(1)
+    assert (leaving.outcome, leaving.target) == ("completed", "tp1 pp1 dp1")
+    assert run.coordinator.core.elastic.estimates.failed_leaves == 0
 
 
 def test_a_window_that_is_too_short_is_said_and_the_fastest_way_is_taken(make: Start) -> None:
