@@ -128,7 +128,8 @@ class Run(Lifecycle):
             self._note(f"waiting for nodes; held: {self.elastic.nodes.describe()}")
 
     def _took_over(self, event: e.TookOver) -> None:
-        self.elastic.burst_over = ""  # until the pool of this coordinator says so, too
+        # Until the pool and the journal of this coordinator say so, too.
+        self.elastic.burst_over = self._journal_error = ""
 
     def _regained(self, event: e.Regained) -> None:
         absent_s = self._clock.present.goes_on()

@@ -203,6 +203,7 @@ def byte_flips(play: Play, worker: int) -> None:
 def coordinator_dies(play: Play, worker: int) -> None:
     """Another one takes over; somebody may have died meanwhile."""
     play.now_s += play.choices.one_of((0.5, 5.0, 60.0))
+    play.journal_error = ""  # until the next one's disk is full, too
     play.feed(e.TookOver(2, 7, "h"))
     for _ in range(play.choices.below(10)):
         turn_without_time(play)

@@ -399,6 +399,17 @@ def test_no_handoff_begins_while_the_journal_cannot_be_written() -> None:
     assert not play.run.handoffs.idle
 
 
+def test_what_kept_a_lost_coordinators_journal_from_being_written_is_forgotten_with_it() -> None:
+    """The next one has a journal of its own, and says itself where that cannot be written."""
+    play = training(MACHINE)
+    play.feed(e.JournalFailed("the disk is full"))
+    play.feed(e.TookOver(2, 7, "h"))
+    play.feed(e.Regained())
+    assert play.ask(m.ResizeRequest(workers=4)).ok
+    assert not play.run.handoffs.idle
+    assert not [*differences(play.journal(), play.scene.new_run)]
+
+
 def test_a_joiner_that_fails_costs_the_attempt_alone() -> None:
     play = training(MACHINE)
     play.faults.planned.append((Phase.TRANSFER, Fault.VOTE_NO))

@@ -92,6 +92,8 @@ class Watch:
                 self._voted(event)
             case e.JournalFailed():
                 self._journal_error = event.reason
+            case e.TookOver():
+                self._journal_error = ""
             case m.Finished():
                 self.finished.add(event.worker)
             case e.AgentEnded():
