@@ -10,12 +10,15 @@ import logging
 import os
 import platform
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from liver_hpc.checkpoint.index import newest_step
-from liver_hpc.clock import SystemClock
+from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.cluster.launcher import Launcher, local_launcher
 from liver_hpc.cluster.network import control_address
 from liver_hpc.cluster.pool import NodePool
@@ -37,10 +40,17 @@ from liver_hpc.report.store import write_metrics
 from liver_hpc.run.actions import Ending
 from liver_hpc.run.codec import FORGOTTEN, memory_of
 from liver_hpc.run.directory import RunDirectory
-from liver_hpc.run.entries import JOURNAL_FILE, last_end, last_start, read_entries
+from liver_hpc.run.entries import (
+    JOURNAL_FILE,
+    JournalUnread,
+    last_end,
+    last_start,
+    read_entries,
+)
 from liver_hpc.run.epoch import Superseded, claim_epoch
 from liver_hpc.run.events import Memory
 from liver_hpc.run.journal import Journal, continue_in_copy
+from liver_hpc.run.machine import Run
 from liver_hpc.run.outcome import (
     AGAIN_FILE,
     COORDINATOR_FILE,
@@ -58,6 +68,10 @@ MOST_RESTARTS_IN_VAIN = 3
 """So often a run may restart without progress: it has come no further than ever before, and its
 newest checkpoint is the one that it resumed from, neither damaged nor followed by another."""
 
+READ_AGAIN_S = 1.0
+"""So long after a journal could not be read it is tried again."""
+
+T = TypeVar("T")
 Build = Callable[[RunConfig, Path, bytes], Services]
 
 
@@ -154,9 +168,11 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
     begins = stack.enter_context(ExitStack())
     begins.enter_context(epoch.shown())
     continue_in_copy(journal, epoch)
-    if not (directory / AGAIN_FILE).exists() and (outcome := _ended(journal)) is not None:
-        return outcome
-    memory = _memory(directory)
+    patience_s = config.deadlines.boot_s
+    over = None if (directory / AGAIN_FILE).exists() else _told(journal, _ended, patience_s)
+    if over is not None:
+        return over
+    memory = _told(journal, _memory, patience_s) or Memory()
     # It reads the journal, which must be one that can be gone on with.
     watched = stack.enter_context(tracked(config, directory, control.note))
     checkpoints = RunDirectory(directory).checkpoints_path
@@ -165,7 +181,10 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
         if coordinator is not None:
             memory = coordinator.core.memory
         services = watched(build(config, directory, secret))
-        left = _left(journal, config, services) if coordinator is None else None
+        left = None
+        if coordinator is None:
+            core = partial(new_core, config, services)
+            left = _told(journal, partial(_left, new_core=core), patience_s)
         coordinator = Coordinator(config, epoch, secret, services, control, left or memory)
         (directory / AGAIN_FILE).unlink(missing_ok=True)
         resumed = newest_step(checkpoints)
@@ -182,10 +201,31 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
         log.info("restarts after step %d: %s", outcome.step, outcome.reason)
 
 
+def _told(journal: Path, read: Callable[[Path], T | None], limit_s: float) -> T | None:
+    """What a journal says, None where there is none. Where its file system does not give it just
+    now it is asked again, for as long as agents wait for a coordinator that reads: it is no reason
+    to begin again what trains on. Raises JournalUnread, OSError."""
+    limit = Deadline.after(SystemClock(), limit_s, "the journal")
+    while True:
+        try:
+            journal.stat()  # whether it exists says no to whatever error there is
+            return read(journal)
+        except FileNotFoundError:
+            return None
+        except (OSError, JournalUnread) as error:
+            if limit.expired():
+                raise
+            log.warning("the journal is read again: %s", error)
+            threading.Event().wait(READ_AGAIN_S)
+
+
 def _ended(journal: Path) -> Outcome | None:
-    """How the run has ended under a coordinator that was killed before it could leave that."""
+    """How the run has ended under a coordinator that was killed before it could leave that. Raises
+    JournalUnread."""
     try:
-        end = last_end(journal) if journal.exists() else None
+        end = last_end(journal)
+    except JournalUnread:
+        raise
     except ConfigError:
         return None  # and it cannot be gone on with
     if end is None or end["state"] in (Ending.REQUEUE, Ending.RESTART):
@@ -193,25 +233,25 @@ def _ended(journal: Path) -> Outcome | None:
     return Outcome(end["state"], end["reason"], end["step"])
 
 
-def _left(journal: Path, config: RunConfig, services: Services) -> Left | None:
-    """What a coordinator has left that was killed, and that can be gone on with."""
-    if not journal.exists():
-        return None
+def _left(journal: Path, new_core: Callable[[], Run]) -> Left | None:
+    """What a coordinator has left that was killed, and that can be gone on with. Raises
+    JournalUnread."""
     try:
-        return what_is_left(last_start(journal), lambda: new_core(config, services))
+        return what_is_left(last_start(journal), new_core)
+    except JournalUnread:
+        raise
     except ConfigError as error:
         log.error("no coordinator can take over, the run begins again: %s", error)
         return None
 
 
-def _memory(directory: Path) -> Memory:
+def _memory(journal: Path) -> Memory:
     """What the starts in other processes have left. What cannot be gone on with is kept under
-    another name: a damaged journal."""
-    journal = directory / JOURNAL_FILE
-    if not journal.exists():
-        return Memory()
+    another name: a damaged journal. Raises JournalUnread."""
     try:
         return memory_of(read_entries(journal, bare=FORGOTTEN))
+    except JournalUnread:
+        raise
     except ConfigError as error:
         _set_aside(journal, str(error))
         return Memory()

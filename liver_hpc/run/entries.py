@@ -40,6 +40,10 @@ _CRC_BYTES = len(b',"crc":"1a2b3c4d"}\n')
 Event = Mapping[str, Any]
 
 
+class JournalUnread(ConfigError):
+    """A file system does not give a journal just now: it may be whole."""
+
+
 class Entry(NamedTuple):
     """One event at `at_s` (epoch seconds) and the actions that followed from it. said: its number
     among the messages of the worker whose words it is."""
@@ -96,7 +100,7 @@ class JournalReader:
         """The next entries, a megabyte of them at the most; none at the end of what there is.
 
         Raises ConfigError, which names the line, where anything but the last line is damaged or
-        missing, and where the file cannot be read.
+        missing, and JournalUnread where the file cannot be read.
         """
         try:
             with self._path.open("rb") as file:
@@ -106,7 +110,7 @@ class JournalReader:
                     self._lines, self._last, self.read_bytes, self._following = 0, b"", 0, 0
                 lines = file.readlines(_READ_BYTES)
         except OSError as error:
-            raise ConfigError(f"{self._path} cannot be read: {error.strerror}") from error
+            raise JournalUnread(f"{self._path} cannot be read: {error.strerror}") from error
         is_torn = bool(lines) and not lines[-1].endswith(b"\n")
         self.torn_bytes = len(lines.pop()) if is_torn else 0
         entries = [*decode(lines, self._where, self._lines, self._bare)]
@@ -151,7 +155,7 @@ def last_start(path: Path) -> Iterator[Entry]:
 
 def last_end(path: Path) -> dict[str, Any] | None:
     """The action with which a journal's last start has ended; None while it has not, or there is no
-    start. Raises ConfigError where it is damaged, or the file cannot be read."""
+    start. Raises ConfigError where it is damaged, JournalUnread where it cannot be read."""
     _, line = _last_start(path)
     for entry in decode([line] if line else [], f"{path}, the last start's end, line"):
         return next(action for action in entry.actions if action["type"] == "end")
@@ -175,7 +179,7 @@ def _last_start(path: Path) -> tuple[int, bytes]:
     except ValueError:  # it is empty
         return -1, b""
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+        raise JournalUnread(f"{path} cannot be read: {error.strerror}") from error
 
 
 def last_step(path: Path) -> Entry | None:

@@ -28,6 +28,7 @@ from liver_hpc.errors import LiverError
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.run.directory import RunDirectory
+from liver_hpc.run.entries import encode
 from liver_hpc.run.epoch import Epoch, last_sign
 from liver_hpc.run.events import Memory, Node
 from liver_hpc.run.journal import Journal, JournalNews
@@ -322,6 +323,7 @@ def test_one_that_reads_for_long_shows_that_it_lives(
 
     monkeypatch.setattr("liver_hpc.coordinator.main._memory", memory)
     _write_run(tmp_path)
+    (tmp_path / "journal.jsonl").touch()
     assert _stopped_at_once(tmp_path).state == "stopped"
     assert signs[0] != signs[1]
 
@@ -332,3 +334,66 @@ def test_a_damaged_journal_is_kept_and_the_run_goes_on(tmp_path: Path) -> None:
     assert _stopped_at_once(tmp_path).state == "stopped"
     assert (tmp_path / "journal.1.jsonl").read_text() == '{"n":0}\n'
     assert "line 1 is damaged" in (tmp_path / "logs/coordinator.log").read_text()
+
+
+def _stale(monkeypatch: pytest.MonkeyPatch, number: int) -> list[str]:
+    """From now on the file system does not give the journal when it is opened that often, once;
+    how often it was opened."""
+    opened, real = list[str](), Path.open
+
+    def stale(path: Path, *arguments: Any, **more: Any) -> Any:
+        if path.name == "journal.jsonl":
+            opened.append(path.name)
+            if len(opened) == number:
+                raise OSError(116, "Stale file handle")
+        return real(path, *arguments, **more)
+
+    monkeypatch.setattr(Path, "open", stale)
+    monkeypatch.setattr(module, "READ_AGAIN_S", 0.0)
+    return opened
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
+def test_a_journal_that_is_not_to_be_had_for_a_moment_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """It is not damaged, and what operators asked for stands in it."""
+    _write_run(tmp_path)
+    remember = {"type": "remember", "ceiling": 4, "drained": ["n2"]}
+    (tmp_path / "journal.jsonl").write_bytes(
+        encode(0, 1.0, {"type": "coordinator_started"})
+        + encode(1, 2.0, {"type": "transports", "generation": 9}, [remember])
+    )
+    opened, told, made = _stale(monkeypatch, number), list[Any](), module.Coordinator
+
+    def coordinator(*parts: Any) -> Any:
+        told.append(parts[-1])
+        return made(*parts)
+
+    monkeypatch.setattr(module, "Coordinator", coordinator)
+    assert _stopped_at_once(tmp_path).state == "stopped"
+    assert told == [Memory(last_generation=9, ceiling=4, drained=("n2",))]
+    assert len(opened) >= number
+    assert not (tmp_path / "journal.1.jsonl").exists()
+
+
+def test_how_a_run_has_ended_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _write_run(tmp_path)
+    end = {"type": "end", "state": "finished", "reason": "", "step": 7}
+    (tmp_path / "journal.jsonl").write_bytes(
+        encode(0, 1.0, {"type": "coordinator_started"}) + encode(1, 2.0, {"type": "tick"}, [end])
+    )
+    _stale(monkeypatch, 2)
+    assert _run(tmp_path) == Outcome("finished", "", 7)
+
+
+def test_a_journal_that_is_not_to_be_had_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write_run(tmp_path, deadlines={"boot_s": 0.05})
+    monkeypatch.setattr(module, "READ_AGAIN_S", 0.01)
+    (tmp_path / "journal.jsonl").mkdir()
+    outcome = _run(tmp_path)
+    assert outcome.state == "failed"
+    assert "journal.jsonl cannot be read: Is a directory" in outcome.reason
+    assert (tmp_path / "journal.jsonl").exists()

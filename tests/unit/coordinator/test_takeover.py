@@ -6,11 +6,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from liver_hpc.coordinator import main
 from liver_hpc.coordinator.loop import Coordinator, new_core
 from liver_hpc.coordinator.takeover import Left, what_is_left
 from liver_hpc.errors import ConfigError, DeadlineError
@@ -448,3 +450,24 @@ def test_a_start_that_has_ended_is_not_taken_over(
     assert run.outcome().state == "stopped"
     journal.write_bytes(b"".join(run.metrics.lines))
     assert what_is_left(last_start(journal), lambda: new_core(run.config, run._services)) is None
+
+
+def test_a_journal_that_is_not_to_be_had_for_a_moment_is_taken_over_from(
+    make: Callable[..., MortalRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, journal = make(), tmp_path / "copy.jsonl"
+    journal.write_bytes(b"".join(run.metrics.lines))
+    stale, opened = [OSError(116, "Stale file handle")] * 2, Path.open
+    monkeypatch.setattr(main, "READ_AGAIN_S", 0.0)
+
+    def once(path: Path, *arguments: Any, **more: Any) -> Any:
+        if path == journal and stale:
+            raise stale.pop()
+        return opened(path, *arguments, **more)
+
+    monkeypatch.setattr(Path, "open", once)
+    core = partial(new_core, run.config, run._services)
+    left = main._told(journal, partial(main._left, new_core=core), LIMIT_S)
+    assert left is not None
+    assert left.core.world == run.coordinator.core.world
+    assert not stale

@@ -18,6 +18,7 @@ from liver_hpc.run.entries import (
     COORDINATOR_STARTED,
     Entry,
     JournalReader,
+    JournalUnread,
     decode,
     encode,
     last_end,
@@ -168,8 +169,11 @@ def test_a_file_of_zeros_or_of_another_kind_is_told(path: Path) -> None:
 
 
 def test_a_missing_file_is_told(path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"journal\.jsonl cannot be read: No such file"):
+    """It is not damaged."""
+    with pytest.raises(JournalUnread, match=r"journal\.jsonl cannot be read: No such file"):
         list(read_entries(path))
+    with pytest.raises(JournalUnread, match=r"journal\.jsonl cannot be read: No such file"):
+        last_end(path)
 
 
 # ---- a journal that grows
