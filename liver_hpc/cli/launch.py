@@ -324,7 +324,7 @@ def _wait_for_the_end(hosted: HostedCoordinator, run: RunDirectory) -> None:
         if answers(run):
             gone = Deadline.after(clock, limits.coordinator_s / 2, "its coordinator")
         elif gone is None:  # it takes the run over: it derives the model, and waits for agents
-            gone = Deadline.after(clock, limits.boot_s + limits.coordinator_s, "its coordinator")
+            gone = Deadline.after(clock, limits.successor_s, "its coordinator")
         elif gone.expired():
             print("the other coordinator does not answer: takes over", file=sys.stderr, flush=True)
             hosted.take_over()

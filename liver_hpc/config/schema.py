@@ -355,9 +355,16 @@ class DeadlineSection(Section):
         return self.model_copy(update=more)
 
     @property
+    def successor_s(self) -> float:
+        """The longest that a run goes on without a coordinator where the next one shows that it
+        begins."""
+        return self.boot_s + self.coordinator_s
+
+    @property
     def word_s(self) -> float:
-        """The longest that a worker waits for a word of the coordinator's, or of the next one's."""
-        return self.control_s + self.coordinator_s
+        """The longest that a worker waits for a word of the coordinator's, or of the next one's.
+        Where there is none to come, its agent ends it before."""
+        return self.control_s + self.successor_s
 
 
 _OWN_OPTIONS = {

@@ -275,7 +275,7 @@ class Line:
         """Who refuses has proved nothing: after a coordinator's death its port may be anybody's."""
         limits, coordinator_s = self._limits, self._limits.coordinator_s
         limit = Deadline.after(self._clock, coordinator_s, "a coordinator")
-        longest = Deadline.after(self._clock, limits.boot_s + coordinator_s, limit.waits_for)
+        longest = Deadline.after(self._clock, limits.successor_s, limit.waits_for)
         patience_s = coordinator_s * MISSED_AFTER
         patience, missed = Deadline.after(self._clock, patience_s, "a sign"), 0
         try_s, sign, why = max(patience_s / 2, LOOK_S), last_sign(self._run.path), lost

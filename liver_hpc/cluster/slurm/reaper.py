@@ -59,8 +59,8 @@ def is_followed(run: RunDirectory, epoch: int, limits: DeadlineSection) -> bool:
             if (newer := newest_epoch(run.path)) > newest:
                 newest = newer
                 # It may still be killed before it looks at burst jobs.
-                booting_s = limits.boot_s + limits.coordinator_s
-                deadline = Deadline.after(clock, booting_s, f"the reaper of coordinator {newest}")
+                reaper = f"the reaper of coordinator {newest}"
+                deadline = Deadline.after(clock, limits.successor_s, reaper)
             if any(stands(run, later).exists() for later in range(epoch + 1, newest + 1)):
                 log.info("the reaper of another coordinator stands")
                 return True

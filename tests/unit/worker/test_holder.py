@@ -7,6 +7,9 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from liver_hpc.config.schema import DeadlineSection
 from liver_hpc.worker.holder import WorldHolder
 
 
@@ -30,3 +33,18 @@ def test_who_meets_one_that_is_gone_is_not_waited_for() -> None:
     assert holder.session is None
     over.set()
     preparing.join(10.0)
+
+
+def test_a_world_that_has_failed_is_held_for_as_long_as_agents_wait_for_a_coordinator() -> None:
+    """One that begins may read what there is for `boot_s`, and has to be heard then."""
+    holder: Any = object.__new__(WorldHolder)
+    limits = holder._limits = DeadlineSection(boot_s=100.0, coordinator_s=20.0, control_s=3.0)
+    holder._context, holder._halting = None, 4
+    holder._making = holder._refilling = holder._world = None
+    holder._abandoned = 4
+    holder._await_halt = lambda *told: waits.extend(told) or 1 / 0
+    waits: list[Any] = []
+    with pytest.raises(ZeroDivisionError):
+        holder.let_go("a peer is gone")
+    assert waits == [4, limits.successor_s + 3.0, "word after a peer is gone"]
+    assert limits.successor_s == 120.0
