@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -29,7 +30,7 @@ from liver_hpc.coordinator.connections import Control
 from liver_hpc.host.child import end_with_parent
 from liver_hpc.host.process import quiet_thread
 from liver_hpc.run.directory import RunDirectory
-from liver_hpc.run.epoch import Superseded, newest_epoch
+from liver_hpc.run.epoch import NotTakenOver, Superseded, newest_epoch
 from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,9 @@ _REQUEUE_S = 3.0
 """Of the time that is left, so much is kept for leaving and being queued again."""
 _REQUEUE_SHARE = 0.25
 _LOOK_S = 0.5
+_NOT_TAKEN_OVER = 75
+"""Exit code of a child that leaves to the next one what it could not take over."""
+_AGAIN_S = 1.0
 _MOST_SAID_BYTES = 2**16
 _MOST_REASON = 2**12
 """Characters; the outcome's file has all of them."""
@@ -54,9 +58,9 @@ class HostedCoordinator:
     """A run's coordinator in a child of this process, which ends with it. Everything may be called
     from a signal handler.
 
-    A child that is killed is followed by another one, which takes over what the first has left. One
-    whose run another coordinator has taken over ends, and the end of the run is waited for, or that
-    somebody has this process `take_over` again.
+    A child that is killed, or could not take over from one, is followed by another one, which takes
+    over what the first has left. One whose run another coordinator has taken over ends, and the end
+    of the run is waited for, or that somebody has this process `take_over` again.
 
     started: whether it was. is_superseded: whether another coordinator has the run. outcome: how it
     ended, as soon as that is known.
@@ -190,9 +194,13 @@ class HostedCoordinator:
         if self.outcome is None and newest_epoch(self._run.path) == self._epoch:
             # It had begun, so that the file is its own: killed before its word of it was heard.
             self.outcome = self._run.last_outcome()
-        if self.outcome is None and os.WIFSIGNALED(status):
+        code = os.waitstatus_to_exitcode(status)
+        if self.outcome is None and (code < 0 or code == _NOT_TAKEN_OVER):
             self._killed_in_vain += 1
-            how = f"the coordinator was killed by signal {os.WTERMSIG(status)}"
+            how = (
+                "could not take over, see its log" if code > 0 else f"was killed by signal {-code}"
+            )
+            how = f"the coordinator {how}"
             if self._killed_in_vain <= MOST_KILLED_IN_VAIN:
                 print(f"{how}: another one takes over", file=sys.stderr, flush=True)
                 self._fork()
@@ -278,6 +286,9 @@ def _run(run_directory: Path, line: socket.socket) -> int:
         outcome = run_coordinator(run_directory, control=control)
     except Superseded:
         line.send(b'{"superseded": true}')
+    except NotTakenOver:  # what was in its way may be over by then
+        threading.Event().wait(_AGAIN_S)
+        return _NOT_TAKEN_OVER
     else:
         if outcome is not None:
             line.send(_told(outcome))

@@ -48,7 +48,7 @@ from liver_hpc.rendezvous.server import ControlServer
 from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
 from liver_hpc.run.codec import encode
-from liver_hpc.run.epoch import SHOWN_EVERY_S, Epoch, Superseded
+from liver_hpc.run.epoch import SHOWN_EVERY_S, Epoch, NotTakenOver, Superseded
 from liver_hpc.run.journal import Written
 from liver_hpc.run.machine import Run
 from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome, WorldNote, write_private_json
@@ -136,7 +136,7 @@ class Coordinator:
         self._agents_words: deque[tuple[float, Peer, int]] = deque()  # when they have led to all
         self._newest = self._written = -1  # entries of the journal
         self._next_request = 0 if left is None else left.requests
-        self._journal_failed = False
+        self._journal_failed = self._has_taken_over = False
         self._hang_up: Sequence[Callable[[], None]] = ()
         self._noted_generation = -1
         self._next_tick_s = self._next_epoch_s = self._last_tick_s = 0.0
@@ -147,6 +147,7 @@ class Coordinator:
         that cannot be seen to, the outcome's reason says so.
 
         Raises Superseded where another coordinator has taken over; then all is left to that one.
+        Raises NotTakenOver where it could not take over: then all is left as it was.
         """
         left_over = ""
         try:
@@ -157,18 +158,18 @@ class Coordinator:
                         self._turn()
                         self._control.turns += 1
                 except Superseded:
-                    stack.pop_all()  # all that there is belongs to the other one
-                    for hang_up in self._hang_up:
-                        hang_up()
-                    self._journal.close(self._config.deadlines.control_s)  # it writes no more
+                    self._leave_all(stack)
                     raise
                 except (LiverError, OSError) as error:
                     log.exception("the run failed")
+                    if isinstance(self._before, Left) and not self._has_taken_over:
+                        self._leave_all(stack)
+                        raise NotTakenOver(str(error)) from error
                     self._feed(e.ShellFailed(str(error)))
                     self._perform_held()
                 finally:
                     self._control.turns = 0
-        except Superseded:
+        except (Superseded, NotTakenOver):
             raise
         except (LiverError, OSError) as error:  # in closing: the run itself ended otherwise
             if self._performer.outcome is None:
@@ -177,6 +178,13 @@ class Coordinator:
             left_over = f"; not all could be ended: {error}"
         assert self._performer.outcome is not None
         return replace(self._performer.outcome, reason=self._performer.outcome.reason + left_over)
+
+    def _leave_all(self, stack: ExitStack) -> None:
+        """To another coordinator, to whom all that there is belongs."""
+        stack.pop_all()
+        for hang_up in self._hang_up:
+            hang_up()
+        self._journal.close(self._config.deadlines.control_s)  # it writes no more
 
     def _open(self, stack: ExitStack) -> None:
         services, control_s = self._services, self._config.deadlines.control_s
@@ -212,7 +220,9 @@ class Coordinator:
         services.rendezvous.start(lambda identity: self._inbox.ask(Met(identity), control_s))
         if isinstance(self._before, Left):
             self._take_over(self._before)
+            self._has_taken_over = True
         else:
+            services.rendezvous.check()  # joiners come at once
             self._begin(self._before)
         self._look_from_now_on()
 

@@ -47,7 +47,7 @@ from liver_hpc.run.entries import (
     last_start,
     read_entries,
 )
-from liver_hpc.run.epoch import Superseded, claim_epoch
+from liver_hpc.run.epoch import NotTakenOver, Superseded, claim_epoch
 from liver_hpc.run.events import Memory
 from liver_hpc.run.journal import Journal, continue_in_copy
 from liver_hpc.run.machine import Run
@@ -126,14 +126,15 @@ def run_coordinator(directory: Path, control: Control, build: Build = services_o
 
     Needs `run.yaml`; makes the secret where there is none; goes on with workers that a killed
     coordinator has left, or from a checkpoint that it finds. Raises Superseded where another
-    coordinator has taken over, and leaves all to that one.
+    coordinator has taken over, and leaves all to that one; NotTakenOver where it could not take
+    over itself, and leaves all to the next one.
     """
     raise_descriptor_limit()
     collect_seldom()
     with ExitStack() as stack:
         try:
             outcome = _run(directory, build, control, stack)
-        except Superseded as error:
+        except (Superseded, NotTakenOver) as error:
             log.warning("%s", error)
             raise
         except Exception as error:
@@ -152,41 +153,38 @@ def run_coordinator(directory: Path, control: Control, build: Build = services_o
 
 def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> Outcome:
     """One coordinator after the other, for as long as one ends to restart from the disk."""
-    if (directory / OUTCOME_FILE).exists():
-        begin_again(directory)
-    config = load_run(directory / "run.yaml")
-    secret_path = directory / "secret"
-    secret = read_secret(secret_path) if secret_path.exists() else create_secret(secret_path)
     coordinator: Coordinator | None = None
     journal = directory / JOURNAL_FILE
 
     def identity() -> str:
         return coordinator.core.identity() if coordinator is not None else "start"
 
-    stack.enter_context(_logging_to(directory / "logs" / "coordinator.log", identity))
-    epoch = claim_epoch(directory)
-    begins = stack.enter_context(ExitStack())
-    begins.enter_context(epoch.shown())
-    continue_in_copy(journal, epoch)
-    patience_s = config.deadlines.boot_s
-    over = None if (directory / AGAIN_FILE).exists() else _told(journal, _ended, patience_s)
-    if over is not None:
-        return over
-    memory = _told(journal, _memory, patience_s) or Memory()
-    # It reads the journal, which must be one that can be gone on with.
-    watched = stack.enter_context(tracked(config, directory, control.note))
+    with _left_to_the_next(journal):
+        if (directory / OUTCOME_FILE).exists():
+            begin_again(directory)
+        config = load_run(directory / "run.yaml")
+        secret_path = directory / "secret"
+        secret = read_secret(secret_path) if secret_path.exists() else create_secret(secret_path)
+        stack.enter_context(_logging_to(directory / "logs" / "coordinator.log", identity))
+        epoch = claim_epoch(directory)
+        begins = stack.enter_context(ExitStack())
+        begins.enter_context(epoch.shown())
+        continue_in_copy(journal, epoch)
+        patience_s = config.deadlines.boot_s
+        again = (directory / AGAIN_FILE).exists()
+        over = None if again else _told(journal, _ended, patience_s)
+        if over is not None:
+            return over
+        memory = _told(journal, _memory, patience_s) or Memory()
+        # It reads the journal, which must be one that can be gone on with.
+        watched = stack.enter_context(tracked(config, directory, control.note))
+        services = watched(build(config, directory, secret))
+        left = _told(journal, partial(_left, partial(new_core, config, services)), patience_s)
+        coordinator = Coordinator(config, epoch, secret, services, control, left or memory)
+        (directory / AGAIN_FILE).unlink(missing_ok=True)
     checkpoints = RunDirectory(directory).checkpoints_path
     in_vain, furthest = 0, -1
     while True:
-        if coordinator is not None:
-            memory = coordinator.core.memory
-        services = watched(build(config, directory, secret))
-        left = None
-        if coordinator is None:
-            core = partial(new_core, config, services)
-            left = _told(journal, partial(_left, new_core=core), patience_s)
-        coordinator = Coordinator(config, epoch, secret, services, control, left or memory)
-        (directory / AGAIN_FILE).unlink(missing_ok=True)
         resumed = newest_step(checkpoints)
         begins.close()  # from now on it shows itself
         outcome = coordinator.run()
@@ -199,6 +197,36 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
             reason = f"restarted {in_vain} times in vain: {outcome.reason}"
             return Outcome("failed", reason, outcome.step)
         log.info("restarts after step %d: %s", outcome.step, outcome.reason)
+        services, memory = watched(build(config, directory, secret)), coordinator.core.memory
+        coordinator = Coordinator(config, epoch, secret, services, control, memory)
+
+
+@contextmanager
+def _left_to_the_next(journal: Path) -> Iterator[None]:
+    """Whatever goes wrong before a coordinator is there ends no run that another one may take over:
+    one whose last start has not ended, as far as its journal can be read. Raises NotTakenOver."""
+    try:
+        yield
+    except Superseded:
+        raise
+    except Exception as error:
+        if _is_over(journal):
+            raise
+        log.exception("the coordinator failed")
+        raise NotTakenOver(f"{type(error).__name__}: {error}") from error
+
+
+def _is_over(journal: Path) -> bool:
+    """Whether nobody is known to train on."""
+    try:
+        journal.stat()
+        return last_end(journal) is not None
+    except FileNotFoundError:
+        return True
+    except (OSError, JournalUnread):
+        return False
+    except ConfigError:
+        return True  # and it cannot be gone on with
 
 
 def _told(journal: Path, read: Callable[[Path], T | None], limit_s: float) -> T | None:
@@ -233,7 +261,7 @@ def _ended(journal: Path) -> Outcome | None:
     return Outcome(end["state"], end["reason"], end["step"])
 
 
-def _left(journal: Path, new_core: Callable[[], Run]) -> Left | None:
+def _left(new_core: Callable[[], Run], journal: Path) -> Left | None:
     """What a coordinator has left that was killed, and that can be gone on with. Raises
     JournalUnread."""
     try:

@@ -120,12 +120,13 @@ class Rendezvous(ABC):
         """Opens the rendezvous; returns once joiners can come.
 
         `answer` is called for every joiner that holds the secret, one at a time, in any thread;
-        a LiverError from it refuses the joiner. Raises LiverError when it cannot open.
+        a LiverError from it refuses the joiner. Raises LiverError when it cannot open; that nobody
+        can be met yet is left to `check`.
         """
 
     @abstractmethod
     def check(self) -> None:
-        """Raises MeetingError when the rendezvous is broken beyond repair."""
+        """Raises MeetingError while the rendezvous is broken: nobody can be met."""
 
     @abstractmethod
     def close(self) -> None:

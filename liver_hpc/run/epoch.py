@@ -34,6 +34,11 @@ class Superseded(LiverError):
         super().__init__(f"another coordinator has taken over from number {epoch}")
 
 
+class NotTakenOver(LiverError):
+    """What the coordinator before has left could not be taken over: the next one may do better, as
+    whoever trains needs none of what has failed."""
+
+
 @dataclass(frozen=True)
 class Epoch:
     """The number of one coordinator of a run, 1 for the first."""

@@ -431,10 +431,17 @@ def test_a_rendezvous_whose_mpi_does_not_start_says_where_to_look(
 ) -> None:
     monkeypatch.setenv("MPI4PY_LIBMPI", "/no-such-library")
     rendezvous = MpiRendezvous(tmp_path, SECRET, MpiNetwork())
+    rendezvous.start(coordinator.answer)
     with pytest.raises(MeetingError, match=r"the acceptor, process \d+, has ended.*; see .*\.log"):
-        rendezvous.start(coordinator.answer)
-    rendezvous.close()
+        rendezvous.check()
     assert (tmp_path / "logs" / "rendezvous.log").read_text()
+    monkeypatch.delenv("MPI4PY_LIBMPI")
+    until = rendezvous._broken_until
+    assert until is not None
+    rendezvous._broken_until = replace(until, at_s=0.0)  # that time has passed
+    assert start_joiner(tmp_path, "a0").result().worker_ids == (0, 1)
+    rendezvous.check()
+    rendezvous.close()
 
 
 def test_they_meet_where_python_finds_no_library_and_the_machine_has_others(
@@ -463,8 +470,10 @@ def test_why_mpi_cannot_be_loaded_is_told_on_both_sides(
     with pytest.raises(MeetingError, match=f"the joiner, {why}"):
         mpi_place.join("a0")
     other = MpiRendezvous(tmp_path / "other", SECRET, MpiNetwork())
+    other.start(coordinator.answer)
     with pytest.raises(MeetingError, match=f"the acceptor, {why}"):
-        other.start(coordinator.answer)
+        other.check()
+    other.close()
 
 
 def test_a_rendezvous_at_an_address_that_is_not_this_hosts_says_so(
@@ -489,7 +498,7 @@ def test_a_rendezvous_whose_acceptors_do_not_open_any_more_is_broken(
     for _ in range(4):  # each is tried for twice, and turned away
         with pytest.raises(ChannelClosed):
             connect((place.network.host, place.port), SECRET, 5.0, "the rendezvous").receive(20.0)
-    broken = r"broken: 6 acceptors in a row did not open: .* see .*rendezvous\.log"
+    broken = r"broken; acceptors that did not open in a row: 6; .* see .*rendezvous\.log"
     with pytest.raises(MeetingError, match=broken):
         mpi_place.rendezvous.check()
     until = mpi_place.rendezvous._broken_until

@@ -94,7 +94,8 @@ class MpiRendezvous(Rendezvous):
 
     def start(self, answer: Decide) -> None:
         self._network = self._network.decided(os.environ)
-        self._acceptor = Acceptor(self._network, self._log_file)
+        if self._ready() is None:  # whoever comes later has it try again
+            self._broken_until = Deadline.after(SystemClock(), _AGAIN_S, "another attempt")
         host = self._network.host
         try:
             self._queue = ControlServer(host, self._secret, lambda one: self._line_up(one, answer))
@@ -108,8 +109,8 @@ class MpiRendezvous(Rendezvous):
         failures = self._failures
         if failures and self._is_broken():
             raise MeetingError(
-                f"the rendezvous is broken: {len(failures)} acceptors in a row did not open: "
-                f"{failures[-1]}"
+                "the rendezvous is broken; acceptors that did not open in a row: "
+                f"{len(failures)}; the last: {failures[-1]}"
             )
 
     def _is_broken(self) -> bool:

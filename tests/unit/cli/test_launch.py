@@ -23,11 +23,12 @@ from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.orphaned import note_environment, script_environment
 from liver_hpc.cluster.slurm.replies import JobInfo
 from liver_hpc.cluster.slurm.run_job import OwnJob
+from liver_hpc.coordinator import hosting
 from liver_hpc.coordinator.connections import Control, Inbox
 from liver_hpc.coordinator.hosting import MOST_KILLED_IN_VAIN, HostedCoordinator, _told
 from liver_hpc.errors import LiverError
 from liver_hpc.run.directory import RunDirectory, create_run_directory
-from liver_hpc.run.epoch import Superseded, claim_epoch, newest_epoch
+from liver_hpc.run.epoch import NotTakenOver, Superseded, claim_epoch, newest_epoch
 from liver_hpc.run.events import StopSignalled
 from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome
 from tests.unit.cli.test_run_here import PLAYED
@@ -110,6 +111,25 @@ def test_a_coordinator_that_is_killed_is_followed_by_another_one(
     run = a_run(requeue=True)
     assert CoordinatorJob()(str(run.path)) == 0
     assert len([*run.path.glob("life-*")]) == 3
+
+
+def test_one_that_could_not_take_over_is_followed_by_another_one_a_little_later(
+    coordinator: Coordinator, asked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosting, "_AGAIN_S", 0.2)
+
+    def ends(directory: Path) -> Outcome:
+        lives = sorted(directory.glob("life-*"))
+        (directory / f"life-{len(lives)}").touch()
+        if len(lives) < 2:
+            raise NotTakenOver("No space left on device")
+        return Outcome("finished", "at last", 3)
+
+    coordinator(ends)
+    run, began_s = a_run(requeue=True), time.monotonic()
+    assert CoordinatorJob()(str(run.path)) == 0
+    assert len([*run.path.glob("life-*")]) == 3
+    assert time.monotonic() - began_s > 0.4
 
 
 def test_one_that_is_killed_behind_its_outcome_is_followed_by_none(

@@ -29,7 +29,7 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.entries import encode
-from liver_hpc.run.epoch import Epoch, last_sign
+from liver_hpc.run.epoch import Epoch, NotTakenOver, last_sign
 from liver_hpc.run.events import Memory, Node
 from liver_hpc.run.journal import Journal, JournalNews
 from liver_hpc.run.outcome import Outcome, begin_again
@@ -393,7 +393,29 @@ def test_a_journal_that_is_not_to_be_had_stays_as_it_is(
     _write_run(tmp_path, deadlines={"boot_s": 0.05})
     monkeypatch.setattr(module, "READ_AGAIN_S", 0.01)
     (tmp_path / "journal.jsonl").mkdir()
-    outcome = _run(tmp_path)
-    assert outcome.state == "failed"
-    assert "journal.jsonl cannot be read: Is a directory" in outcome.reason
+    with pytest.raises(NotTakenOver, match=r"journal\.jsonl cannot be read: Is a directory"):
+        _run(tmp_path)
     assert (tmp_path / "journal.jsonl").exists()
+    assert not (tmp_path / "outcome.json").exists()
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_what_goes_wrong_before_it_has_taken_over_ends_no_run_that_may_train(
+    tmp_path: Path, over: bool
+) -> None:
+    _write_run(tmp_path)
+    end = [{"type": "end", "state": "requeue", "reason": "", "step": 7}]
+    (tmp_path / "journal.jsonl").write_bytes(
+        encode(0, 1.0, {"type": "coordinator_started"})
+        + encode(1, 2.0, {"type": "tick"}, end if over else [])
+    )
+
+    def build(*_: Any) -> Services:
+        raise LiverError("squeue does not answer")
+
+    if over:
+        assert run_coordinator(tmp_path, Control(), build).state == "failed"
+    else:
+        with pytest.raises(NotTakenOver, match="squeue does not answer"):
+            run_coordinator(tmp_path, Control(), build)
+    assert (tmp_path / "outcome.json").exists() == over

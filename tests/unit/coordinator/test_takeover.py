@@ -15,12 +15,12 @@ import pytest
 from liver_hpc.coordinator import main
 from liver_hpc.coordinator.loop import Coordinator, new_core
 from liver_hpc.coordinator.takeover import Left, what_is_left
-from liver_hpc.errors import ConfigError, DeadlineError
+from liver_hpc.errors import ConfigError, DeadlineError, MeetingError
 from liver_hpc.protocol import messages as m
 from liver_hpc.rendezvous.channel import ITSELF, ChannelClosed
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.entries import Event, last_start
-from liver_hpc.run.epoch import Epoch, Superseded, claim_epoch
+from liver_hpc.run.epoch import Epoch, NotTakenOver, Superseded, claim_epoch
 from liver_hpc.run.events import Node
 from liver_hpc.run.journal import JournalNews
 from tests.fakes import JournalRecords, MemoryJournal, tiny_run
@@ -89,7 +89,7 @@ class MortalRun(LiveRun):
             try:
                 self.result = self.coordinator.run()
                 return
-            except Superseded:
+            except (Superseded, NotTakenOver):
                 self.deaths += 1
                 self._died_at = len(self.metrics.lines)
                 self.coordinator = self.successor()
@@ -271,6 +271,32 @@ def test_what_nodes_were_warned_of_is_known_to_the_next_coordinator(
     assert {*before} == {1}
     assert back == ["n2"] * 2
     assert run.status()["layout"] == "tp1 pp1 dp1"
+
+
+@pytest.mark.parametrize("what", ["rendezvous", "pool"])
+def test_one_that_cannot_take_over_leaves_all_to_the_next_one(
+    make: Callable[..., MortalRun], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training needs none of what fails."""
+    run = make()
+    service = getattr(run.cluster, what)
+    start, fails = service.start, [MeetingError("waited 30 s for the acceptor")] * 2
+
+    def starts(*arguments: Any) -> None:
+        if fails:
+            raise fails.pop()
+        start(*arguments)
+
+    monkeypatch.setattr(service, "start", starts)
+    run.die_at(0, before=False)
+    run.cluster.train()
+    run.until(lambda: run.deaths == 3, "two that cannot")
+    run.regained()
+    run.cluster.train(2)
+    reached(run, 3)
+    assert steps(run) == [*range(3)]
+    run.resize("tp=2,dp=2")
+    assert run.record(0).outcome == "completed"
 
 
 def test_a_worker_that_dies_while_there_is_no_coordinator_is_missed(
@@ -467,7 +493,7 @@ def test_a_journal_that_is_not_to_be_had_for_a_moment_is_taken_over_from(
 
     monkeypatch.setattr(Path, "open", once)
     core = partial(new_core, run.config, run._services)
-    left = main._told(journal, partial(main._left, new_core=core), LIMIT_S)
+    left = main._told(journal, partial(main._left, core), LIMIT_S)
     assert left is not None
     assert left.core.world == run.coordinator.core.world
     assert not stale
