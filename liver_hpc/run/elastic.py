@@ -231,13 +231,9 @@ class ElasticPolicy:
         stays = attempt.target_workers or {*members} - {*request.without}
         joins = self._agents.launched_on(doomed, handoffs.generation)
         if joins or self._agents.workers_on(doomed, {*stays, *attempt.joiners}):
-            if request.asked_for:
-                self.queue.put_back(request)
-            self._overtaken = handoffs.generation
-            handoffs.cancel(f"nodes {sorted(doomed)} have to be left at once")
+            self.call_off(f"nodes {sorted(doomed)} have to be left at once")
         elif handoffs.boots and self._has_less_time(request, world):
-            self._overtaken = handoffs.generation
-            handoffs.cancel("there is less time than it was begun for")
+            self.call_off("there is less time than it was begun for")
         elif self._agents.workers_on(doomed, members):
             merged = f"merged into generation {handoffs.generation}"
             self.notices.decided(doomed, merged, handoffs.generation)
@@ -250,6 +246,15 @@ class ElasticPolicy:
         leaving = {*request.without} & {*world.rank_map.workers}
         left = {self._agents.node_of(worker) for worker in leaving}
         return self.nodes.window_s(left, now_s) < (request.deadline_s - now_s) / 2
+
+    def call_off(self, reason: str) -> None:
+        """Ends a handoff that can be cancelled and has not failed: what was asked for waits for its
+        next turn."""
+        request = self.handoffs.request
+        if request is not None and request.asked_for:
+            self.queue.put_back(request)
+        self._overtaken = self.handoffs.generation
+        self.handoffs.cancel(reason)
 
     def gone(self, event: NodeGone) -> tuple[int, ...]:
         """Strikes a node off; the workers of the run that were still on it."""

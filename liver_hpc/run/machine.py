@@ -449,7 +449,7 @@ class Run(Lifecycle):
     def _journal_failed(self, event: e.JournalFailed) -> None:
         """Training goes on. No handoff begins that nobody could find out about afterwards."""
         if event.reason and not self._journal_error and self.handoffs.can_be_cancelled:
-            self.handoffs.cancel(f"the journal cannot be written: {event.reason}")
+            self.elastic.call_off(f"the journal cannot be written: {event.reason}")
         self._journal_error = event.reason
 
     # ---- time

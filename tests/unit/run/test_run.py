@@ -399,6 +399,26 @@ def test_no_handoff_begins_while_the_journal_cannot_be_written() -> None:
     assert not play.run.handoffs.idle
 
 
+def test_what_was_asked_for_comes_again_once_the_disk_takes_the_journal() -> None:
+    """Its handoff was called off for that, and has not failed."""
+    play = training(TWO_NODES)
+    assert play.ask(m.ResizeRequest(workers=1)).ok
+    assert play.run.handoffs.attempt is not None
+    play.feed(e.JournalFailed("the disk is full"))
+    for _ in range(2):
+        play.settle()
+        play.train()
+    assert play.run.handoffs.idle
+    play.feed(e.JournalFailed(""))
+    for _ in range(3):
+        play.settle()
+        play.train()
+    play.settle()
+    assert [row.outcome for row in play.watch.records] == ["aborted", "completed"]
+    assert play.run.world is not None
+    assert play.run.world.rank_map.layout.workers == 1
+
+
 def test_what_kept_a_lost_coordinators_journal_from_being_written_is_forgotten_with_it() -> None:
     """The next one has a journal of its own, and says itself where that cannot be written."""
     play = training(MACHINE)
