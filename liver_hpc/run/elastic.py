@@ -67,6 +67,8 @@ class ElasticPolicy:
         self._out = out
         self._failed_growths = 0
         self._overtaken = -1  # the generation of the handoff that was called off last
+        self._orphaned = -1  # of the one in progress when a coordinator was lost last
+        self._again: ReconfigurationRequest | None = None  # asked for again for that
         self._wanted = -1
 
     # ---- from one start to the next
@@ -255,6 +257,13 @@ class ElasticPolicy:
             self.queue.put_back(request)
         self._overtaken = self.handoffs.generation
         self.handoffs.cancel(reason)
+
+    def took_over(self) -> None:
+        """Another coordinator has. With the lost one its store is gone, and its rendezvous: where a
+        handoff fails, as it may for that, what was asked for has one more turn."""
+        self.burst_over = ""  # until the pool of this coordinator says so, too
+        if self.handoffs.can_be_cancelled:
+            self._orphaned = self.handoffs.generation
 
     def gone(self, event: NodeGone) -> tuple[int, ...]:
         """Strikes a node off; the workers of the run that were still on it."""
@@ -503,6 +512,10 @@ class ElasticPolicy:
         self.estimates.handoffs.observe_aborted()
         if ended.generation == self._overtaken:
             pass  # it did not fail: there was something more urgent
+        elif request is not None and request.asked_for:
+            if ended.generation == self._orphaned and request != self._again:
+                self._again = request
+                self.queue.put_back(request)
         elif request is not None and request.origin in (GROWTH, IN_PLACE):
             self._pause_growing()
         elif request is not None and request.without:

@@ -128,8 +128,8 @@ class Run(Lifecycle):
             self._note(f"waiting for nodes; held: {self.elastic.nodes.describe()}")
 
     def _took_over(self, event: e.TookOver) -> None:
-        # Until the pool and the journal of this coordinator say so, too.
-        self.elastic.burst_over = self._journal_error = ""
+        self.elastic.took_over()
+        self._journal_error = ""  # until the journal of this coordinator cannot be written, either
 
     def _regained(self, event: e.Regained) -> None:
         absent_s = self._clock.present.goes_on()

@@ -91,6 +91,7 @@ class RequestQueue:
         self._check_layout = check_layout
         self.waiting: list[ReconfigurationRequest] = []
         self.awaits: ReconfigurationRequest | None = None
+        self._is_over = False
         self._notices = sorted(config.notices, key=lambda notice: notice.at_step)
 
     @property
@@ -206,12 +207,13 @@ class RequestQueue:
 
     def put_back(self, request: ReconfigurationRequest) -> None:
         """A request whose handoff was called off waits for its next turn, before all others; not
-        where a later one has overtaken it meanwhile."""
-        if not any(later.overtakes(request) for later in self.waiting):
+        where a later one has overtaken it meanwhile, nor where the run is to end."""
+        if not self._is_over and not any(later.overtakes(request) for later in self.waiting):
             self.waiting.insert(0, request)
 
     def clear(self) -> None:
         """The run is to end: nothing is asked for any more, by the run file neither."""
+        self._is_over = True
         self.waiting.clear()
         self.awaits = None
         self._notices.clear()

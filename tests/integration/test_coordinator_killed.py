@@ -169,19 +169,22 @@ MOMENTS = (
 def test_a_handoff_ends_in_one_of_its_worlds_whenever_the_coordinator_dies(
     moment: str, tmp_path: Path, quiet: RunRecords, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With snapshots taken beside, and a checkpoint just before."""
+    """With snapshots taken beside, and a checkpoint just before. What was asked for has one more
+    turn where its handoff fails for that, and none where it had failed before."""
     monkeypatch.setenv(DEATHS, moment)
-    if moment.startswith("aborted"):
+    fails = moment.startswith("aborted")
+    if fails:
         monkeypatch.setenv("LIVER_TEST_FAULT", "2:FLIP")
     sections = {"snapshots": {"every_steps": 1}, "checkpoint": {"every_steps": 5}}
     run = start(run_config(tmp_path, ENDLESS, notices=GROWS, recipe=MORTAL, **sections))
-    watch(run, lambda status: status.handoffs_done + status.handoffs_aborted >= 1, 100.0)
+    watch(run, lambda status: status.handoffs_done + fails * status.handoffs_aborted >= 1, 100.0)
     assert (run.path / f"died-{moment.replace(':', '-')}").exists()
     step = read_run(run.path).steps[-1].step
     watch(run, lambda status: status.step >= step + 5, 60.0)
     records = ended_well(run, quiet)
     assert len(records.steps) > step
-    assert len(records.reconfigurations) == 1
+    outcomes = [row.outcome for row in records.reconfigurations]
+    assert outcomes in ([["aborted"]] if fails else [["completed"], ["aborted", "completed"]])
 
 
 def test_operators_reach_the_coordinator_that_has_taken_over(tmp_path: Path) -> None:

@@ -419,6 +419,43 @@ def test_what_was_asked_for_comes_again_once_the_disk_takes_the_journal() -> Non
     assert play.run.world.rank_map.layout.workers == 1
 
 
+@pytest.mark.parametrize("lost", [0, 1, 2], ids=["never", "once", "again"])
+def test_what_was_asked_for_has_one_more_turn_where_a_coordinator_was_lost_in_its_handoff(
+    lost: int,
+) -> None:
+    """Its store and its rendezvous are gone, for which workers fail."""
+    play = training(MACHINE)
+    fails = (Phase.TRANSFER, Fault.VOTE_NO)
+    play.faults.planned = [fails]
+    assert play.ask(m.ResizeRequest(workers=4)).ok
+    losses: set[int] = set()
+    for _ in range(6):
+        play.settle()
+        generation = play.run.handoffs.generation
+        if len(losses) < lost and generation not in losses:
+            losses.add(generation)
+            play.faults.planned = [fails]
+            play.feed(e.TookOver(generation, 7, "h"))
+            play.feed(e.Regained())
+        play.train()
+    play.settle()
+    outcomes = [row.outcome for row in play.watch.records]
+    assert outcomes == [["aborted"], ["aborted", "completed"], ["aborted"] * 2][lost]
+    assert play.run.handoffs.idle
+    assert not play.run.elastic.queue.waiting
+    assert not [*differences(play.journal(), play.scene.new_run)]
+
+
+def test_a_run_that_is_to_stop_asks_for_nothing_again() -> None:
+    play = training(MACHINE)
+    assert play.ask(m.ResizeRequest(workers=4)).ok
+    play.feed(e.TookOver(2, 7, "h"))
+    play.feed(e.Regained())
+    assert play.ask(m.StopRequest()).ok
+    play.settle()
+    assert not play.run.elastic.queue.waiting
+
+
 def test_what_kept_a_lost_coordinators_journal_from_being_written_is_forgotten_with_it() -> None:
     """The next one has a journal of its own, and says itself where that cannot be written."""
     play = training(MACHINE)
