@@ -318,7 +318,8 @@ class PeerRegistry:
             self._agents[worker] = agent
             parts += conversation.resume(calls.workers[worker])
         for worker in calls.workers.keys() - known.keys():
-            parts.append(_told_to_go(worker, "it is not expected"))
+            parts.append(_told_to_go(worker, reason := "it is not expected"))
+            own.say(m.encode(m.EndWorker(worker=worker, reason=reason)))  # it may stand still
         parts += own.resume(calls.heard)
         peers: list[Peer] = [agent, *known]
         for peer in peers:

@@ -290,6 +290,7 @@ class Coordinator:
                 self._registry.remember(agent, Conversation(heard=None))
         for held in self.core.elastic.nodes.values():  # a node whose agent is adopted is in use
             if held.given_back:  # but what that came to is not known
+                self._agents.give_back(held.node.name)
                 self._services.pool.give_back(held.node.name)
 
     def _may_still_call(self, but: Collection[str]) -> bool:

@@ -273,6 +273,21 @@ def test_what_nodes_were_warned_of_is_known_to_the_next_coordinator(
     assert run.status()["layout"] == "tp1 pp1 dp1"
 
 
+def test_the_agent_of_a_node_that_was_given_back_is_told_to_end_once_more(
+    make: Callable[..., MortalRun],
+) -> None:
+    """The coordinator was killed before it could."""
+    two = (Node("n1", "main", slots=1), Node("n2", "main", slots=1))
+    run = make(nodes=two, layouts={1: {}, 2: {"dp": 2}})
+    run.coordinator._agents.give_back = lambda node: None  # type: ignore[method-assign]
+    run.cluster.pool.warn("n2", window_s=600.0)
+    run.until(lambda: run.cluster.pool.given_back == ["n2"], "the node to be left")
+    assert run.cluster.launcher.alive("a1")
+    run.kill()
+    run.until(lambda: not run.cluster.launcher.alive("a1"), "the end of its agent")
+    assert run.cluster.launcher.alive("a0")
+
+
 @pytest.mark.parametrize("what", ["rendezvous", "pool"])
 def test_one_that_cannot_take_over_leaves_all_to_the_next_one(
     make: Callable[..., MortalRun], what: str, monkeypatch: pytest.MonkeyPatch
