@@ -60,6 +60,15 @@ class Conversation:
         """A message that may be lost; without one, what is safe here."""
         return Part(data, 0, self._safe, self.who)
 
+    @property
+    def last(self) -> int:
+        """The number of what this end has said last; 0 before."""
+        return self._last
+
+    def keeps(self, number: int) -> bool:
+        """Whether something that was said up to here may not be safe at the other end."""
+        return bool(self._kept) and self._kept[0][0] <= number
+
     def lacks(self, heard: int) -> bool:
         """Whether the other end has taken what this one does not know to have sent."""
         return not self._goes_on and heard > self._last
@@ -124,6 +133,9 @@ class Line:
         self._limits = limits
         self._saying = threading.RLock()
         self._conversations = {ITSELF: Conversation()}
+        self._over: dict[
+            int, int
+        ] = {}  # workers that have ended, and the agent's word that says so
         self._to_send: list[Part] = []
         self._owed: set[int] = set()  # whose parts were taken, which the coordinator is to hear
         self._epoch = 0
@@ -149,8 +161,16 @@ class Line:
             self._conversations[worker] = Conversation(worker)
 
     def forget(self, worker: int) -> None:
-        """One that is over; what it has said may be lost."""
+        """One that is over. What it has said is kept until all is safe that the agent has said by
+        now, its end among that."""
         with self._saying:
+            self._over[worker] = self._conversations[ITSELF].last
+            self._forget_those_over()
+
+    def _forget_those_over(self) -> None:
+        own = self._conversations[ITSELF]
+        for worker in [each for each, end in self._over.items() if not own.keeps(end)]:
+            del self._over[worker]
             self._conversations.pop(worker, None)
             self._owed.discard(worker)
 
@@ -170,7 +190,7 @@ class Line:
         """It may be lost; it goes with the next `flush`, if there is a connection. Returns whether
         there is."""
         with self._saying:
-            if self._stands and who in self._conversations:
+            if self._stands and who in self._conversations.keys() - self._over.keys():
                 self._to_send.append(self._conversations[who].tell(data))
             return self._stands
 
@@ -246,6 +266,7 @@ class Line:
                     came.append((part.who, part.data))
                     if part.number and conversation.is_safe(part.number):
                         self._owed.add(part.who)
+            self._forget_those_over()
         return came
 
     def _look_for_another(self) -> None:

@@ -352,11 +352,29 @@ def test_an_agents_word_is_kept_until_it_is_in_the_journal(
 
     run.successor = of_what_was_written  # type: ignore[method-assign]
     began_s = time.monotonic()
-    run.kill()
+    run.die_at(0, before=False)
+    run.cluster.train()
     run.until(lambda: run.result is not None, "the end of the run")
     assert time.monotonic() - began_s < COORDINATOR_S / 4
     assert run.result is not None
     assert "worker 1 lost: signal 9; see worker 1's log" in run.result.reason
+
+
+def test_what_a_worker_said_that_ended_while_there_was_no_coordinator_is_heard(
+    make: Callable[..., MortalRun],
+) -> None:
+    """Else a step that was done, or a checkpoint that is whole on the disk, would not count."""
+    run = make()
+    reached_before = len(run.metrics.steps)
+    go_on = run.kill_for_a_while()
+    run.cluster.train(3)
+    run.cluster.workers[0].channel.close()
+    run.cluster.agents["a0"].line.forget(0)
+    go_on.set()
+    run.until(lambda: run.result is not None, "the end of the run")
+    assert steps(run) == [*range(reached_before + 4)]
+    assert run.result is not None
+    assert "worker 0 lost: signal 9; see worker 0's log" in run.result.reason
 
 
 def test_what_a_warning_means_is_asked_again_where_the_answer_may_not_have_come(
@@ -376,7 +394,7 @@ def test_a_worker_without_which_its_agent_calls_is_not_waited_for(
 ) -> None:
     run = make()
     go_on = run.kill_for_a_while()
-    run.cluster.agents["a0"].line.forget(1)
+    del run.cluster.agents["a0"].line._conversations[1]
     run.cluster.train()
     began_s = time.monotonic()
     go_on.set()

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from liver_hpc.clock import SystemClock
+from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.config.schema import DeadlineSection
 from liver_hpc.errors import ConfigError, DeadlineError, ProtocolError
 from liver_hpc.protocol.messages import Calls, Exit, Finished, Hears, encode
@@ -201,6 +201,32 @@ def test_a_line_goes_on_with_the_next_coordinator(run: RunDirectory, called: Cal
     called.line.beat()
     assert (3, 2) in {(part.who, part.heard) for part in (second.came.get() for _ in range(2))}
     assert called.heard.empty()  # of a worker that is not there
+    second.server.close()
+
+
+def test_what_a_worker_has_said_is_kept_until_its_end_is_safe(
+    run: RunDirectory, called: Called
+) -> None:
+    """It said that its part of a checkpoint is written, and ended, while there was nobody."""
+    first = Coordinator(run, 1)
+    called.open(first)
+    first.calls.get(timeout=LIMIT_S)
+    first.server.close()
+    called.say(1)
+    called.line.send(Exit(reason="its end"))
+    called.line.forget(3)
+    second = Coordinator(run, 2)
+    assert second.calls.get(timeout=LIMIT_S).workers == {3: 0}
+    end = (ITSELF, encode(Exit(reason="its end")), 1)
+    assert [second.hears() for _ in range(2)] == [(3, said(1), 1), end]
+    second.channels[0].post([Part(b"", heard=1, who=3)])  # its words are, its end is not
+    second.channels[0].close("a link")
+    assert second.calls.get(timeout=LIMIT_S).workers == {3: 0}
+    second.channels[1].post([Part(b"", heard=1)])
+    deadline = Deadline.after(SystemClock(), LIMIT_S, "its end to be safe")
+    poll_until(lambda: 3 not in called.line._conversations, deadline)
+    second.channels[1].close("a link")
+    assert second.calls.get(timeout=LIMIT_S).workers == {}
     second.server.close()
 
 
