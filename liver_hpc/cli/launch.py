@@ -345,6 +345,7 @@ class JobSignals:
         self._script_lost = script_lost
         self._hosted: HostedCoordinator | None = None
         self._said: list[int] = []
+        self._time_is_up = False
 
     def listen(self) -> None:
         """To this process's end: after the coordinator's, nothing comes of what is said."""
@@ -370,10 +371,10 @@ class JobSignals:
         self._slurm = config.cluster.slurm
         for number in self._said:
             self._hear(number, None)
-        try:
+        with contextlib.suppress(_TimeIsUp):
             hosted.start()
             _wait_for_the_end(hosted, run)
-        except _TimeIsUp:
+        if self._time_is_up:
             return hosted.outcome
         if hosted.outcome is None:
             raise LiverError(f"run {run} ended without an outcome; {run.where_logs_are()}")
@@ -413,6 +414,9 @@ class JobSignals:
                 requeue(self._slurm, job.array_task or job.job_id)
             else:
                 hosted.give_up()
+            self._time_is_up = (
+                True  # where a finalizer was interrupted, nobody hears what is raised
+            )
             raise _TimeIsUp
 
 

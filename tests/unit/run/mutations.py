@@ -68,7 +68,7 @@ MUTATIONS = (
     ),
     Mutation(
         "run/elastic.py",
-        "hurries = held.deadline_s is None and event.deadline_s is not None",
+        "hurries = window_s < before_s / 2",
         "hurries = False",
         "a node that is suddenly taken away waits behind another handoff",
     ),

@@ -112,9 +112,11 @@ def test_what_was_kept_and_not_used_is_freed() -> None:
     assert used[0] == 1.0
 
 
-def test_other_threads_may_compile_meanwhile() -> None:
+def test_other_threads_may_compile_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of torch's modes, those that do not say this set a flag of the whole process."""
     from torch.utils import _python_dispatch
 
+    name = "_is_in_any_mode_without_ignore_compile_internals"
+    monkeypatch.setattr(_python_dispatch, name, False)  # whatever modes have left it before
     with untouched():
         assert not _python_dispatch.is_in_any_mode_without_ignore_compile_internals()
