@@ -133,9 +133,8 @@ class Line:
         self._limits = limits
         self._saying = threading.RLock()
         self._conversations = {ITSELF: Conversation()}
-        self._over: dict[
-            int, int
-        ] = {}  # workers that have ended, and the agent's word that says so
+        # Workers that have ended, and the number of the agent's word that says so.
+        self._over: dict[int, int] = {}
         self._to_send: list[Part] = []
         self._owed: set[int] = set()  # whose parts were taken, which the coordinator is to hear
         self._epoch = 0
