@@ -63,10 +63,10 @@ def main() -> NoReturn:
 
 
 def _import(run_directory: Path, layout: Layout) -> None:
-    config = load_run(run_directory / "run.yaml")
+    before = _read_from()
+    config = load_run(run_directory / "run.yaml")  # which imports a recipe's options
     put_first_on_path(config)
     worker.quieten()
-    before = _read_from()
     with collector_paused():
         import torch  # noqa: F401 - for those that are forked
 
