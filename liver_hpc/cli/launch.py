@@ -323,7 +323,7 @@ def _wait_for_the_end(hosted: HostedCoordinator, run: RunDirectory) -> None:
             continue
         if answers(run):
             gone = Deadline.after(clock, limits.coordinator_s / 2, "its coordinator")
-        elif gone is None:  # it takes the run over: it derives the model, and waits for agents
+        elif gone is None:  # it takes the run over: it reads the journal, and waits for agents
             gone = Deadline.after(clock, limits.successor_s, "its coordinator")
         elif gone.expired():
             print("the other coordinator does not answer: takes over", file=sys.stderr, flush=True)
@@ -414,9 +414,8 @@ class JobSignals:
                 requeue(self._slurm, job.array_task or job.job_id)
             else:
                 hosted.give_up()
-            self._time_is_up = (
-                True  # where a finalizer was interrupted, nobody hears what is raised
-            )
+            # Where a finalizer was interrupted nobody hears what is raised.
+            self._time_is_up = True
             raise _TimeIsUp
 
 

@@ -117,7 +117,7 @@ class OnMeta(TorchFunctionMode):
             return made
         if name in _FACTORIES or (name == "normal" and not of_tensors):
             kwargs["device"] = "meta"
-        elif name in _READS and hasattr(args[0], "numbers") and args[0]._version == 0:
+        elif name in _READS and args and hasattr(args[0], "numbers") and not args[0]._version:
             args = (args[0].numbers, *args[1:])
         elif name in ("cuda", "cpu") and args[0].is_meta:
             return args[0]

@@ -151,11 +151,17 @@ def test_without_an_answer_the_worst_is_assumed_and_corrected_later(held: Holdin
     assert held.signalled("n9", "SIGTERM", 1_000.0, None) == []
 
 
-def test_what_was_taken_for_a_preemption_is_corrected_where_the_job_is_cancelled() -> None:
-    held = Holdings(end_window_s=100.0, kill_s=30.0, grace_s={"preempt": 300.0})
+def with_grace(grace_s: float) -> Holdings:
+    """Two burst nodes, in a partition that gives so much time before it preempts."""
+    held = Holdings(end_window_s=100.0, kill_s=30.0, grace_s={"preempt": grace_s})
     burst = Allocation("burst-9", "9", ("n4", "n5"), 2, partition="preempt", burst=True)
     burst.ends_s = LIMIT_S
     held.enter(burst)
+    return held
+
+
+def test_what_was_taken_for_a_preemption_is_corrected_where_the_job_is_cancelled() -> None:
+    held = with_grace(300.0)
     assert held.signalled("n4", "SIGTERM", 1_000.0, None) == warned(
         "n4 n5", "preempted", 1_000.0, 1_300.0
     )
@@ -166,10 +172,7 @@ def test_what_was_taken_for_a_preemption_is_corrected_where_the_job_is_cancelled
 
 def test_what_was_taken_for_a_cancelled_step_is_corrected_where_a_qos_gives_grace() -> None:
     """With preempt/qos each partition may show the cluster's PreemptMode, and no grace time."""
-    held = Holdings(end_window_s=100.0, kill_s=30.0, grace_s={"preempt": 0.0})
-    burst = Allocation("burst-9", "9", ("n4", "n5"), 2, partition="preempt", burst=True)
-    burst.ends_s = LIMIT_S
-    held.enter(burst)
+    held = with_grace(0.0)
     assert held.signalled("n4", "SIGTERM", 1_000.0, None) == warned(
         "n4", "cancelled", 1_000.0, 1_030.0
     )
