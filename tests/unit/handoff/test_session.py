@@ -145,7 +145,7 @@ def test_a_leaver_whose_state_is_still_read_is_not_done_with(
 ) -> None:
     monkeypatch.setattr(session, "MOVING_ENDS_S", 0.05)
     reads = threading.Event()
-    moving = threading.Thread(target=reads.wait)
+    moving = threading.Thread(target=reads.wait, daemon=True)
     moving.start()
     transport: Any = FakeStore()
     leaver = Target(None, {}, transport, unused, 0, {}, moving)
