@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmError
-from liver_hpc.cluster.slurm.replies import RUNNING
+from liver_hpc.cluster.slurm.replies import RUNNING, JobInfo
 from liver_hpc.cluster.slurm.run_job import (
     JOB_POLL_S,
     OwnJob,
@@ -44,6 +44,10 @@ _LOCAL_POLL_S = 0.02
 
 class RunWaits(LiverError):
     """The run has no coordinator yet, or none for now: its Slurm job is queued, or starts."""
+
+    def __init__(self, run: RunDirectory, info: JobInfo) -> None:
+        super().__init__(f"run {run}: {info}")
+        self.queued = info.queued
 
 
 def request(run: RunDirectory, message: FromOperator) -> Reply:
@@ -103,10 +107,11 @@ def stop(run: RunDirectory, timeout_s: float | None = None, checkpoint: bool = F
     """Has the run stop at its next step boundary, and waits until it is over. With `checkpoint`
     the state is written to disk there; the outcome's reason says whether it could be.
 
-    A run whose job is queued, or whose coordinator has not come up yet, is cancelled. Without
-    `timeout_s` it waits as long as the coordinator says that a stop may take, and for exits. On the
-    local cluster the run's processes are gone too on return, and on Slurm its job, unless that
-    goes on for more than `exit_s` after the run. Raises what `request` raises, and DeadlineError.
+    A run whose job is queued, or that has no coordinator and has not trained yet, is cancelled; one
+    whose coordinator was killed is stopped by the next one. Without `timeout_s` it waits as long as
+    the coordinator says that a stop may take, and for exits. On the local cluster the run's
+    processes are gone too on return, and on Slurm its job, unless that goes on for more than
+    `exit_s` after the run. Raises what `request` raises, and DeadlineError.
     """
     config, clock = run.config(), SystemClock()
     limits = config.limits
@@ -114,10 +119,18 @@ def stop(run: RunDirectory, timeout_s: float | None = None, checkpoint: bool = F
     address, process, job = run.coordinator(), run.job_id(), job_of(run)
     try:
         reply = request(run, StopRequest(checkpoint=checkpoint))
-    except RunWaits:
-        waits = job or noted_job(run)
-        assert waits is not None
-        return waits.cancel(limits.boundary_s + ends_s if timeout_s is None else timeout_s)
+    except RunWaits as waits:
+        its_job = job or noted_job(run)
+        assert its_job is not None
+        if waits.queued or run.world() is None:
+            return its_job.cancel(limits.boundary_s + ends_s if timeout_s is None else timeout_s)
+        # Training goes on while the next one reads what a killed one has left.
+        who = f"another coordinator of {run} (`scancel {its_job.job_id}` ends its job without one)"
+        limit_s = limits.successor_s if timeout_s is None else timeout_s
+        next_by = Deadline.after(clock, limit_s, who)
+        _await_next(run, its_job, next_by)
+        left_s = None if timeout_s is None else next_by.remaining_s()
+        return stop(run, left_s, checkpoint)
     if timeout_s is None:
         timeout_s = reply.data.get("stops_within_s", limits.boundary_s) + ends_s
     deadline = Deadline.after(clock, timeout_s, f"run {run} to stop")
@@ -166,6 +179,17 @@ def await_coordinator(run: RunDirectory) -> None:
         else:
             deadline.check()
         pause.wait(_LOCAL_POLL_S if job is None else _QUEUE_POLL_S if queued else JOB_POLL_S)
+
+
+def _await_next(run: RunDirectory, job: RunJob, deadline: Deadline) -> None:
+    """Returns once a run has a coordinator again, or does not go on in this start of its job.
+    Raises DeadlineError."""
+
+    def settled() -> bool:
+        has_one = run.coordinator() is not None or run.outcome() is not None
+        return has_one or job.is_over(or_queued=True)
+
+    poll_until(settled, deadline, JOB_POLL_S)
 
 
 def _state(run: RunDirectory, job: RunJob) -> tuple[str, bool]:
@@ -287,7 +311,7 @@ def _silence(run: RunDirectory) -> LiverError:
     except SlurmError as error:
         return LiverError(f"run {run}: its coordinator does not answer, and Slurm neither: {error}")
     if info is not None and (info.queued or (address is None and job is not None)):
-        return RunWaits(f"run {run}: {info}")
+        return RunWaits(run, info)
     is_over = asked is not None and info is None
     if address is None and is_over:
         return gone(run, asked)

@@ -19,6 +19,7 @@ from liver_hpc.checkpoint.index import INDEX_FILE
 from liver_hpc.cli import client, submission
 from liver_hpc.cli import main as cli
 from liver_hpc.cli.options import new_parser
+from liver_hpc.cluster.slurm.replies import RUNNING, JobInfo
 from liver_hpc.cluster.slurm.run_job import OwnJob, RunJob
 from liver_hpc.config.load import dump_run
 from liver_hpc.config.schema import RunConfig
@@ -27,6 +28,7 @@ from liver_hpc.protocol.messages import DrainRequest, ReplaceRequest, ResizeRequ
 from liver_hpc.report.hdf5 import read_hdf5
 from liver_hpc.run.directory import RunDirectory, create_run_directory, point_latest
 from liver_hpc.run.entries import JOURNAL_FILE, encode
+from liver_hpc.run.outcome import WorldNote
 from liver_hpc.run.records import RunRecords
 from tests.unit.config.runs import minimal, write_minimal
 from tests.unit.report.journals import write_journal
@@ -293,6 +295,33 @@ def test_stop_of_a_run_whose_job_goes_on_after_it(
     ended.start()
     assert liver("stop", "latest", "--timeout-s", "10") == 0
     ended.join()
+    assert "stopped at step 7: asked to" in capsys.readouterr().out
+
+
+def test_stop_while_another_coordinator_takes_over(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """Training goes on: its job is not cancelled."""
+    run.note_job_id("77")
+    WorldNote(1, "tp1 pp1 dp2", 2, 0, 10, 1000.0, "slurm").write(run.path)
+    standin, looks = StandIn(run.path), 0
+    ends = threading.Thread(target=standin.run, args=(30.0,))
+
+    def find(_job: RunJob) -> JobInfo | None:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            standin.__enter__()
+            ends.start()
+        over = run.outcome() is not None
+        return None if over else JobInfo("77", None, RUNNING, "None", ("n1",), None)
+
+    monkeypatch.setattr(RunJob, "find", find)
+    monkeypatch.setattr(RunJob, "cancel", lambda *_: pytest.fail("it was cancelled"))
+    monkeypatch.setattr(client, "JOB_POLL_S", 0.02)
+    assert liver("stop", "latest") == 0
+    ends.join()
+    standin.__exit__()
     assert "stopped at step 7: asked to" in capsys.readouterr().out
 
 
