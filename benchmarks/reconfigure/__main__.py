@@ -12,10 +12,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.harness import BenchmarkResult, machine_facts, parser, reported
 from benchmarks.reconfigure.array import measure_on_slurm
-from benchmarks.reconfigure.cells import Rows, look_anew, measure, time_left_s
+from benchmarks.reconfigure.cells import Rows, measure, time_left_s
 from benchmarks.reconfigure.figures import result
 from benchmarks.reconfigure.sweep import Cell, Sweep, cells, load_sweep
 from liver_hpc.errors import LiverError
+from liver_hpc.host.files import look_anew
 from liver_hpc.report.wording import duration_text
 
 

@@ -11,10 +11,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.reconfigure.cells import Rows, look_anew, measure
+from benchmarks.reconfigure.cells import Rows, measure
 from benchmarks.reconfigure.sweep import Cell, Sweep
 from liver_hpc.cluster.slurm.commands import SlurmCommands, SlurmError
 from liver_hpc.errors import ConfigError, LiverError
+from liver_hpc.host.files import look_anew
 from liver_hpc.host.process import clean_environment
 
 _POLL_S = 2.0

@@ -98,13 +98,6 @@ class Rows:
         write_whole(self.path(cell), json.dumps(found, indent=1))
 
 
-def look_anew(directory: Path) -> None:
-    """Has an NFS client, which may go by what it knew a minute ago, ask what is in a directory:
-    setting its mode does."""
-    with contextlib.suppress(OSError):
-        directory.chmod(directory.stat().st_mode)
-
-
 def measure(sweep: Sweep, cell: Cell, array: int = 0) -> None:
     """Measures one cell, in an array of so many tasks at a time or in none, and keeps its rows.
     Raises LiverError when that fails."""

@@ -52,6 +52,14 @@ def flush_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
+def look_anew(directory: Path) -> None:
+    """Has an NFS client ask what is in a directory, as opening it does: of a name that was not
+    there it believes so for up to a minute. It costs a question to the server; where there is no
+    such directory, nothing is done."""
+    with contextlib.suppress(OSError):
+        os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+
+
 @contextlib.contextmanager
 def file_lock(path: Path, limit_s: float = LOCK_LIMIT_S) -> Iterator[None]:
     """Holds an exclusive lock on `path`, which is created and left behind.

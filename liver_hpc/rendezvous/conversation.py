@@ -30,6 +30,8 @@ from liver_hpc.run.epoch import MISSED_AFTER, last_sign
 LOOK_S = 5.0
 """So often who hears nothing looks whether there is another coordinator."""
 _AGAIN_S = 0.2
+_NOBODY_S = 0.5
+"""The same while there is none to call: each look is a question to a shared file system."""
 
 
 class Conversation:
@@ -324,7 +326,7 @@ class Line:
                     missed += 1
                     self.missed(missed)
                 patience = Deadline.after(self._clock, patience_s, patience.waits_for)
-            self._closing.wait(_AGAIN_S)
+            self._closing.wait(_NOBODY_S if found is None else _AGAIN_S)
         raise ChannelClosed(str(lost))
 
     def _connect(self, address: tuple[str, int], limit_s: float) -> None:

@@ -20,7 +20,7 @@ from liver_hpc.config.load import dump_run, load_run
 from liver_hpc.config.megatron_checkpoint import OWNER_FILE
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError, LiverError
-from liver_hpc.host.files import whose, write_whole
+from liver_hpc.host.files import look_anew, whose, write_whole
 from liver_hpc.run.outcome import (
     COORDINATOR_FILE,
     OUTCOME_FILE,
@@ -370,7 +370,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 def _read(path: Path, kind: type[Kind]) -> Kind | None:
     try:
         adapter = _adapter(kind)  # type: ignore[arg-type]  # mypy takes no generic type for hashable
-        found: Kind = adapter.validate_json(path.read_bytes())
+        found: Kind = adapter.validate_json(_bytes(path))
         return found
     except FileNotFoundError:
         return None
@@ -378,3 +378,12 @@ def _read(path: Path, kind: type[Kind]) -> Kind | None:
         raise ConfigError(f"{path}: {error.strerror}; the run belongs to somebody else") from None
     except ValidationError as error:
         raise LiverError(f"{path} is damaged: {error.errors()[0]['msg']}") from error
+
+
+def _bytes(path: Path) -> bytes:
+    """Also of a file that another host has written since it was last looked for."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        look_anew(path.parent)
+        return path.read_bytes()

@@ -7,6 +7,7 @@ import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,7 @@ from liver_hpc.run.directory import (
     point_latest,
 )
 from liver_hpc.run.epoch import Epoch
+from liver_hpc.run.outcome import Outcome
 from tests.fakes import tiny_recipe, tiny_run
 
 NOBODY = 65534
@@ -210,3 +212,27 @@ def test_a_job_is_noted_with_its_name(tmp_path: Path, noted: str, known: str) ->
     assert (run.job_id(), run.job_name()) == ("7", known)
     run.job_id_path.write_text("7")  # as it was noted before names were
     assert (run.job_id(), run.job_name()) == ("7", "")
+
+
+def test_what_another_host_has_written_is_seen_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS believes for a while that a name is not there, until the directory is opened."""
+    ended, opened, read = Outcome("finished", "all steps are done", 7), [], Path.read_bytes
+    ended.write(tmp_path)
+    open_before = os.open
+
+    def open_(path: Path, *how: Any, **more: Any) -> int:
+        opened.append(path)
+        return open_before(path, *how, **more)
+
+    def read_bytes(path: Path) -> bytes:
+        if path.parent not in opened:
+            raise FileNotFoundError(path)
+        return read(path)
+
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    assert RunDirectory(tmp_path).outcome() == ended
+    assert RunDirectory(tmp_path).coordinator() is None
+    assert RunDirectory(tmp_path / "gone").outcome() is None
