@@ -94,10 +94,12 @@ def test_one_that_goes_on_with_what_another_began_takes_its_numbers_from_the_oth
 
 
 class Coordinator:
-    """Answers calls as number `epoch`, notes what is said, and says what a test puts."""
+    """Answers calls as number `epoch`, or `says`, notes what is said, and says what a test puts."""
 
-    def __init__(self, run: RunDirectory, epoch: int, heard: int = 0, exits: bool = False) -> None:
-        self.epoch = epoch
+    def __init__(
+        self, run: RunDirectory, epoch: int, heard: int = 0, exits: bool = False, says: int = 0
+    ) -> None:
+        self.epoch = says or epoch
         self.heard = heard
         self.exits = exits
         self.calls: queue.Queue[Calls] = queue.Queue()
@@ -295,8 +297,7 @@ def test_an_older_coordinator_is_not_believed(run: RunDirectory, called: Called)
     newer.server.close()
     with pytest.raises(queue.Empty):
         older.calls.get(timeout=1.0)
-    liar = Coordinator(run, 8)
-    liar.epoch = 5
+    liar = Coordinator(run, 8, says=5)
     assert liar.calls.get(timeout=LIMIT_S).epoch == 7
     with pytest.raises(ChannelClosed):
         liar.channels[0].receive(LIMIT_S)
