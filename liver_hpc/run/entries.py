@@ -16,9 +16,8 @@ import logging
 import os
 import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 from zlib import crc32
 
 from pydantic_core import to_json
@@ -168,18 +167,39 @@ def _last_start(path: Path) -> tuple[int, bytes]:
     # Within a string each quote has a backslash before it.
     started = b'"event":{"type":"%s"' % COORDINATOR_STARTED.encode()
     try:
-        with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as journal:
-            whole = journal.rfind(b"\n") + 1
-            at = journal.rfind(started, 0, whole)
+        with path.open("rb") as file:
+            whole = find_last(file, b"\n", os.fstat(file.fileno()).st_size) + 1
+            at = find_last(file, started, whole)
             if at < 0:
                 return -1, b""
-            end = journal.find(b'{"type":"end"', at, whole)
-            line = journal[journal.rfind(b"\n", 0, end) + 1 : journal.find(b"\n", end) + 1]
-            return journal.rfind(b"\n", 0, at) + 1, line if end >= 0 else b""
-    except ValueError:  # it is empty
-        return -1, b""
+            end = _find(file, b'{"type":"end"', at, whole)
+            file.seek(find_last(file, b"\n", max(end, 0)) + 1)
+            line = file.readline() if end >= 0 else b""
+            return find_last(file, b"\n", at) + 1, line
     except OSError as error:
         raise JournalUnread(f"{path} cannot be read: {error.strerror}") from error
+
+
+def find_last(file: IO[bytes], mark: bytes, end: int) -> int:
+    """Where a mark stands last in front of byte `end` of a file; -1 where it does not. Not by mmap:
+    where the file system gives no bytes that kills the process, and here is an OSError."""
+    while end > 0:
+        begin = max(0, end - _READ_BYTES)
+        file.seek(begin)
+        if (at := file.read(end - begin).rfind(mark)) >= 0:
+            return begin + at
+        end = begin and begin + len(mark) - 1
+    return -1
+
+
+def _find(file: IO[bytes], mark: bytes, begin: int, end: int) -> int:
+    """Where it stands first between two bytes of a file."""
+    while begin < end:
+        file.seek(begin)
+        if (at := file.read(min(_READ_BYTES, end - begin)).find(mark)) >= 0:
+            return begin + at
+        begin += _READ_BYTES - len(mark) + 1
+    return -1
 
 
 def last_step(path: Path) -> Entry | None:

@@ -6,7 +6,6 @@ What an entry looks like stands in `entries.py`.
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import shutil
 import threading
@@ -15,10 +14,19 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
+from typing import IO
 
 from liver_hpc.errors import LiverError
 from liver_hpc.host.files import flush_to_disk
-from liver_hpc.run.entries import STEP_DONE, STEPS_DROPPED, Event, decode, encode, torn_text
+from liver_hpc.run.entries import (
+    STEP_DONE,
+    STEPS_DROPPED,
+    Event,
+    decode,
+    encode,
+    find_last,
+    torn_text,
+)
 from liver_hpc.run.epoch import Epoch, Superseded
 from liver_hpc.run.events import JournalFailed
 
@@ -272,7 +280,7 @@ def _open(path: Path) -> tuple[int, int]:
     try:
         with open(_opened(path), "r+b") as file:
             size_bytes = os.fstat(file.fileno()).st_size
-            end_bytes, last = _last_line(file.fileno()) if size_bytes else (0, b"")
+            end_bytes, last = _last_line(file, size_bytes)
             if end_bytes < size_bytes:
                 log.warning("%s: %s", path, torn_text(size_bytes - end_bytes))
                 file.truncate(end_bytes)
@@ -286,8 +294,9 @@ def _open(path: Path) -> tuple[int, int]:
     return end_bytes, entry.last + 1
 
 
-def _last_line(descriptor: int) -> tuple[int, bytes]:
+def _last_line(file: IO[bytes], size_bytes: int) -> tuple[int, bytes]:
     """Where the last whole line ends, and that line; 0 and nothing without one."""
-    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as data:
-        end_bytes = data.rfind(b"\n") + 1
-        return end_bytes, data[data.rfind(b"\n", 0, max(end_bytes - 1, 0)) + 1 : end_bytes]
+    end_bytes = find_last(file, b"\n", size_bytes) + 1
+    begin_bytes = find_last(file, b"\n", max(end_bytes - 1, 0)) + 1
+    file.seek(begin_bytes)
+    return end_bytes, file.read(end_bytes - begin_bytes)

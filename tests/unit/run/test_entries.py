@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
 import zlib
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from liver_hpc.errors import ConfigError
+from liver_hpc.run import entries
 from liver_hpc.run.entries import (
     COORDINATOR_STARTED,
     Entry,
@@ -121,7 +124,12 @@ def test_a_damaged_line_far_behind_is_told_with_its_number(path: Path) -> None:
         list(read_entries(path))
 
 
-def test_the_last_start_is_read_alone_and_only_while_it_goes_on(path: Path) -> None:
+@pytest.mark.parametrize("read_bytes", [60, 61, 97, 2**20])
+def test_the_last_start_is_read_alone_and_only_while_it_goes_on(
+    path: Path, monkeypatch: pytest.MonkeyPatch, read_bytes: int
+) -> None:
+    """However many bytes are read at a time."""
+    monkeypatch.setattr(entries, "_READ_BYTES", read_bytes)
     begun: dict[str, Any] = {"type": COORDINATOR_STARTED}
     said = {"type": "note", "text": '"event":{"type":"coordinator_started" {"type":"end"'}
     end = [{"type": "end", "state": "restart"}]
@@ -173,6 +181,21 @@ def test_a_missing_file_is_told(path: Path) -> None:
     with pytest.raises(JournalUnread, match=r"journal\.jsonl cannot be read: No such file"):
         list(read_entries(path))
     with pytest.raises(JournalUnread, match=r"journal\.jsonl cannot be read: No such file"):
+        last_end(path)
+
+
+def test_a_journal_whose_bytes_are_not_given_is_told(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the file system: with mmap that would kill the process."""
+    write(path, encode(0, 1.0, {"type": COORDINATOR_STARTED}))
+
+    class Away(FileIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "open", lambda *_: Away(str(path)))
+    with pytest.raises(JournalUnread, match=r"journal\.jsonl cannot be read: Input/output error"):
         last_end(path)
 
 
