@@ -312,7 +312,7 @@ def _clocks(nodes: Nodes) -> Result:
     (slow_s, slow), (fast_s, fast) = said[0], said[-1]
     found = f"{fast} is {1e3 * (fast_s - slow_s):.1f} ms before {slow}, or {1e3 * wait_s:.1f} less"
     if fast_s - slow_s - wait_s > MOST_SKEW_S:
-        return warned(found, "have chrony or ntpd started; times in the metrics are compared")
+        return warned(found, _CLOCKS)
     return passed(found)
 
 
@@ -342,7 +342,12 @@ def _bandwidth(backend: str, nodes: Nodes) -> Result:
 _LINK = "see that nodes reach each other on the interface above; name another in network"
 _MOUNT = "put it on a file system that all nodes mount"
 _LOCKS = (
-    "have it mounted with flock across nodes (Lustre: -o flock), or put runs_directory elsewhere"
+    "have it mounted with flock across nodes (Lustre: -o flock; BeeGFS: tuneUseGlobalFileLocks), "
+    "or put runs_directory elsewhere"
+)
+_CLOCKS = (
+    "have chrony or ntpd started: a run compares times of its nodes, and leaves one that is warned "
+    "by way of the disk where handoffs seem to take too long"
 )
 
 NODE_CHECKS: tuple[Check[Nodes], ...] = (

@@ -103,7 +103,8 @@ class SlurmPool(NodePool):
             return self._holdings.use(node)
 
     def warned(self, node: str, signal: str, at_s: float) -> None:
-        self._warnings.put((node, signal, at_s))
+        # A node's clock may be ahead: what Slurm ends is not to seem to end later for that.
+        self._warnings.put((node, signal, min(at_s, self._clock.now_s())))
 
     def want(self, workers: int) -> None:
         self._burst.policy.want(workers)

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -15,7 +17,7 @@ from liver_hpc.cluster.network import HcaPort, NodeFacts
 from liver_hpc.config.schema import NetworkSection
 from liver_hpc.doctor import probe
 from liver_hpc.doctor.checks import Examination, Level, Result
-from liver_hpc.doctor.nodes import NODE_CHECKS, PAIR_CHECKS, Nodes, own_directory
+from liver_hpc.doctor.nodes import NODE_CHECKS, PAIR_CHECKS, Nodes, _clocks, own_directory
 from liver_hpc.errors import LiverError
 
 LIMIT_S = 30.0
@@ -136,6 +138,15 @@ def test_a_probe_that_hangs_holds_up_no_other(nodes: Nodes) -> None:
     with pytest.raises(LiverError, match=r"waited 0.1 s for the measure probe on n1"):
         nodes.ask(["n1"], "measure", 0.1, **waits)
     assert nodes.ask(["n1"], "now", LIMIT_S).keys() == {"n1"}
+
+
+def test_clocks_that_are_apart_are_a_warning() -> None:
+    said = {"n1": {"s": 1000.0}, "n2": {"s": 1003.0}}
+    answers = SimpleNamespace(names=("n1", "n2"), ask=lambda *_: said)
+    result = _clocks(cast(Nodes, answers))
+    assert result.level is Level.WARN
+    assert result.found.startswith("n2 is 3000.0 ms before n1")
+    assert "by way of the disk" in result.advice
 
 
 @pytest.mark.parametrize(

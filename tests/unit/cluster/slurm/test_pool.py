@@ -138,6 +138,16 @@ def test_signals_that_come_together_are_one_question(
     assert "--jobs=2,3" in controller.asked[-1]
 
 
+def test_a_node_whose_clock_is_ahead_has_no_later_deadline(
+    watch: Callable[[float], Watched],
+) -> None:
+    watched, now_s = watch(600.0), SystemClock().now_s()
+    watched.pool.warned("n2", "SIGTERM", now_s + 1000.0)
+    watched.until(lambda: any(isinstance(e, NodeWarned) for e in watched.told), "the warning")
+    (warned,) = (e for e in watched.told if isinstance(e, NodeWarned))
+    assert warned.at_s < now_s + 900.0
+
+
 def test_an_answer_that_makes_no_sense_is_told_and_watching_goes_on(
     watch: Callable[[float], Watched], controller: Controller
 ) -> None:
