@@ -16,6 +16,8 @@ from typing import IO
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.errors import ConfigError
 
+_TRY_S = 0.5
+"""So often a lock is asked for: of a shared file system, by all workers that wait for the first."""
 LOCK_LIMIT_S = 300.0
 """The longest wait for a lock: whoever holds it is tokenizing text or shuffling samples."""
 
@@ -85,7 +87,8 @@ def file_lock(path: Path, limit_s: float = LOCK_LIMIT_S) -> Iterator[None]:
             return True
 
         deadline = Deadline.after(SystemClock(), limit_s, f"the process that has locked {path}")
-        poll_until(taken, deadline)
+        poll_until(taken, deadline, _TRY_S)
+        look_anew(path.parent)  # for what whoever had it before has left there
         yield
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from liver_hpc.host.files import locked_alone, write_whole
+from liver_hpc.errors import DeadlineError
+from liver_hpc.host.files import file_lock, first_alone, locked_alone, write_whole
 
 
 @pytest.mark.parametrize("data", ["text \N{SNOWMAN}\n", b"\x00bytes"])
@@ -44,6 +47,38 @@ def test_what_cannot_be_written_leaves_what_was_there(
 
 
 # ---- locks
+
+
+def test_what_was_done_under_a_lock_on_another_host_is_seen_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS believes for a while that a name is not there, until the directory is opened."""
+    mark, opened = tmp_path / "mark", []
+    mark.touch()
+    open_before, exists_before = os.open, Path.exists
+
+    def open_(path: Path, *how: Any, **more: Any) -> int:
+        opened.append(path)
+        return open_before(path, *how, **more)
+
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(
+        Path, "exists", lambda path: (path != mark or tmp_path in opened) and exists_before(path)
+    )
+    assert not mark.exists()
+    with first_alone(mark):
+        assert mark.exists()
+
+
+def test_a_lock_is_asked_for_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a shared file system, maybe by hundreds of workers."""
+    asked, flock = [], fcntl.flock
+    with file_lock(tmp_path / "lock"):
+        monkeypatch.setattr(fcntl, "flock", lambda *how: (asked.append(how), flock(*how)))
+        with pytest.raises(DeadlineError), file_lock(tmp_path / "lock", limit_s=0.6):
+            pass
+    assert len(asked) <= 4
+
 
 HOLD = """
 import pathlib, time
