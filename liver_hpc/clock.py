@@ -32,9 +32,15 @@ class SystemClock:
 
 def process_age_s() -> float:
     """Seconds since the kernel started this process: before its interpreter was loaded."""
-    after_name = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    started_ticks = int(after_name[19])  # field 22 of proc(5), in ticks since the machine's boot
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
+    started_s = started_ticks(os.getpid()) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
+
+
+def started_ticks(pid: int) -> int:
+    """When the kernel started a process of this machine, in ticks since the machine's boot: no
+    clock that is set changes it. Raises OSError."""
+    after_name = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return int(after_name[19])  # field 22 of proc(5)
 
 
 class FakeClock:

@@ -158,7 +158,8 @@ def await_coordinator(run: RunDirectory) -> None:
     that changes. Raises LiverError if the coordinator died, DeadlineError when it did not come
     within `deadlines.boot_s`, and the `derive_s` that it may need for the model's spec.
     """
-    config, process, job = run.config(), run.job_id(), job_of(run)
+    config, job = run.config(), job_of(run)
+    pid = int(run.job_id() or 0) if job is None and config.cluster.kind == "local" else 0
     told, pause = "", threading.Event()
     deadline: Deadline | None = None
     while run.outcome() is None:
@@ -168,8 +169,7 @@ def await_coordinator(run: RunDirectory) -> None:
             told = text
         if not queued and run.coordinator() is not None:  # in the queue an earlier one's may lie
             return
-        local = job is None and config.cluster.kind == "local" and process is not None
-        if local and run.local_job() is None and run.outcome() is None:
+        if pid and not process_lives(pid) and run.outcome() is None:  # it was launched just now
             raise LiverError(f"the coordinator of {run} ended at once; {run.where_logs_are()}")
         if queued:
             deadline = None

@@ -13,9 +13,9 @@ import socket
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 
-from liver_hpc.clock import Deadline
+from liver_hpc.clock import Deadline, started_ticks
 from liver_hpc.cluster.network import control_address
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.agents import NodeAgents
@@ -48,6 +48,7 @@ from liver_hpc.rendezvous.server import ControlServer
 from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
 from liver_hpc.run.codec import encode
+from liver_hpc.run.directory import CoordinatorAddress
 from liver_hpc.run.epoch import SHOWN_EVERY_S, Epoch, NotTakenOver, Superseded
 from liver_hpc.run.journal import Written
 from liver_hpc.run.machine import Run
@@ -214,9 +215,9 @@ class Coordinator:
         stack.callback(lambda: services.pool.want(0))
         self._performer.address = server.address
         host, port = server.address
-        process = {"pid": os.getpid(), "hostname": socket.gethostname()}
-        here = {"host": host, "port": port, **process, "epoch": self._epoch.number}
-        write_private_json(self._epoch.run_directory / COORDINATOR_FILE, here)
+        pid, number = os.getpid(), self._epoch.number
+        here = CoordinatorAddress(host, port, pid, socket.gethostname(), number, started_ticks(pid))
+        write_private_json(self._epoch.run_directory / COORDINATOR_FILE, asdict(here))
         services.rendezvous.start(lambda identity: self._inbox.ask(Met(identity), control_s))
         if isinstance(self._before, Left):
             self._take_over(self._before)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import psutil
 from pydantic import TypeAdapter, ValidationError
 
+from liver_hpc.clock import started_ticks
 from liver_hpc.config.load import dump_run, load_run
 from liver_hpc.config.megatron_checkpoint import OWNER_FILE
 from liver_hpc.config.schema import RunConfig
@@ -41,13 +42,15 @@ Kind = TypeVar("Kind")
 @dataclass(frozen=True)
 class CoordinatorAddress:
     """coordinator.json: where the coordinator listens; its process id, on the host `hostname`.
-    epoch: the run's coordinators are numbered; the highest is the one that counts."""
+    epoch: the run's coordinators are numbered; the highest is the one that counts. started_ticks:
+    its process's (`clock.py`); 0 where an earlier release has not noted that."""
 
     host: str
     port: int
     pid: int
     hostname: str = ""
     epoch: int = 0
+    started_ticks: int = 0
 
     @property
     def is_here(self) -> bool:
@@ -112,7 +115,8 @@ class RunDirectory:
         address = self.coordinator()
         if address is None or not address.is_here:
             return None
-        return address.pid if process_lives(address.pid, self.path / COORDINATOR_FILE) else None
+        noted = address.started_ticks or self.path / COORDINATOR_FILE
+        return address.pid if process_lives(address.pid, noted) else None
 
     def local_job(self) -> int | None:
         """The process that a job of the local cluster is, where it lives."""
@@ -342,11 +346,12 @@ def runs_in(runs_directory: Path) -> tuple[list[RunDirectory], int]:
     return found, foreign
 
 
-def process_lives(pid: int, noted: Path | None = None) -> bool:
+def process_lives(pid: int, noted: Path | int | None = None) -> bool:
     """Whether a process of this machine runs; one that only waits to be reaped does not.
 
-    noted: the file that names it. One that has begun long after that was written has the number by
-    chance: the machine, or a container, has been started again since.
+    noted: when it was started (`clock.started_ticks`), or the file that names it. One that was
+    started at another time, or long after that was written, has the number by chance: the machine,
+    or a container, has been started again since.
     """
     try:
         process = psutil.Process(pid)
@@ -356,6 +361,8 @@ def process_lives(pid: int, noted: Path | None = None) -> bool:
     except psutil.NoSuchProcess:
         return False
     try:
+        if isinstance(noted, int):
+            return started_ticks(pid) == noted
         return noted is None or began_s < noted.stat().st_mtime + _CLOCKS_S
     except OSError:
         return True

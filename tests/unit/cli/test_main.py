@@ -347,6 +347,15 @@ def test_run_without_a_coordinator(run: RunDirectory, capsys: Captured) -> None:
     assert f"run {run} has no coordinator: it is starting or ending" in capsys.readouterr().err
 
 
+def test_a_process_is_waited_for_whatever_the_file_servers_clock_says(run: RunDirectory) -> None:
+    config = minimal(cluster={"kind": "local"}, deadlines={"boot_s": 0.1, "derive_s": 0.1})
+    (run.path / "run.yaml").write_text(dump_run(config))
+    run.note_job_id(str(os.getpid()))
+    os.utime(run.job_id_path, (1000.0, 1000.0))
+    with pytest.raises(DeadlineError, match=r"waited 0\.2 s for the coordinator of"):
+        client.await_coordinator(run)
+
+
 def test_run_whose_coordinator_lives_but_has_hung_up(run: RunDirectory, capsys: Captured) -> None:
     with StandIn(run.path):
         pass

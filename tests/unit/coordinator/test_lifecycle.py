@@ -83,6 +83,8 @@ def test_where_the_coordinator_is_stands_in_a_private_file(make: Start) -> None:
     path = run.directory / "coordinator.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert json.loads(path.read_text())["pid"] == os.getpid()
+    os.utime(path, (1000.0, 1000.0))  # of a file server whose clock is behind
+    assert RunDirectory(run.directory).coordinators_process() == os.getpid()
 
 
 def test_the_world_that_trains_is_noted_for_whoever_lists_runs(make: Start) -> None:

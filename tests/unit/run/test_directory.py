@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import stat
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from liver_hpc.clock import FakeClock
+from liver_hpc.clock import FakeClock, started_ticks
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.checkpoints import Checkpoints
 from liver_hpc.errors import ConfigError
@@ -236,3 +237,14 @@ def test_what_another_host_has_written_is_seen_at_once(
     assert RunDirectory(tmp_path).outcome() == ended
     assert RunDirectory(tmp_path).coordinator() is None
     assert RunDirectory(tmp_path / "gone").outcome() is None
+
+
+def test_a_process_is_known_by_when_it_was_started(tmp_path: Path) -> None:
+    """Whatever the time of the file that names it: a file server may be behind."""
+    path, run = tmp_path / "coordinator.json", RunDirectory(tmp_path)
+    address = {"host": "127.0.0.1", "port": 1, "pid": os.getpid()}
+    ours = started_ticks(os.getpid())
+    for ticks, living in ((ours, os.getpid()), (ours - 1, None), (0, None)):
+        path.write_text(json.dumps({**address, "started_ticks": ticks}))
+        os.utime(path, (1000.0, 1000.0))
+        assert run.coordinators_process() == living
