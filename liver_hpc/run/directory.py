@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import socket
@@ -388,9 +389,12 @@ def _read(path: Path, kind: type[Kind]) -> Kind | None:
 
 
 def _bytes(path: Path) -> bytes:
-    """Also of a file that another host has written since it was last looked for."""
+    """Also of a file that another host has written since it was last looked for, or replaces just
+    now."""
     try:
         return path.read_bytes()
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESTALE):
+            raise
         look_anew(path.parent)
         return path.read_bytes()

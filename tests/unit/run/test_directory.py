@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -215,8 +216,9 @@ def test_a_job_is_noted_with_its_name(tmp_path: Path, noted: str, known: str) ->
     assert (run.job_id(), run.job_name()) == ("7", "")
 
 
+@pytest.mark.parametrize("fault", [errno.ENOENT, errno.ESTALE])
 def test_what_another_host_has_written_is_seen_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: int
 ) -> None:
     """NFS believes for a while that a name is not there, until the directory is opened."""
     ended, opened, read = Outcome("finished", "all steps are done", 7), [], Path.read_bytes
@@ -229,7 +231,7 @@ def test_what_another_host_has_written_is_seen_at_once(
 
     def read_bytes(path: Path) -> bytes:
         if path.parent not in opened:
-            raise FileNotFoundError(path)
+            raise OSError(fault, os.strerror(fault))
         return read(path)
 
     monkeypatch.setattr(os, "open", open_)
