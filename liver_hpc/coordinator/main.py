@@ -13,6 +13,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -46,6 +47,7 @@ from liver_hpc.run.entries import (
     last_end,
     last_start,
     read_entries,
+    steps_done,
 )
 from liver_hpc.run.epoch import NotTakenOver, Superseded, claim_epoch
 from liver_hpc.run.events import Memory
@@ -140,6 +142,8 @@ def run_coordinator(directory: Path, control: Control, build: Build = services_o
         except Exception as error:
             log.exception("the coordinator failed")
             outcome = Outcome("failed", f"{type(error).__name__}: {error}", 0)
+        if outcome.state == Ending.FAILED and not outcome.step:  # it may have known of none yet
+            outcome = replace(outcome, step=steps_done(directory / JOURNAL_FILE))
         log.info("%s after %d steps: %s", outcome.state, outcome.step, outcome.reason)
         try:
             (directory / COORDINATOR_FILE).unlink(missing_ok=True)

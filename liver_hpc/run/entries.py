@@ -209,6 +209,12 @@ def last_step(path: Path) -> Entry | None:
     return _newest(path, b'"event":{"type":"%s"' % STEP_DONE.encode())
 
 
+def steps_done(path: Path) -> int:
+    """As many steps as the newest one says are done, looked for there; 0 where there is none."""
+    newest = last_step(path)
+    return 0 if newest is None else int(newest.event["step"]) + 1
+
+
 def last_entry(path: Path) -> Entry | None:
     """The newest entry of all, where it is no longer than that, and not damaged."""
     return _newest(path, b"\n")

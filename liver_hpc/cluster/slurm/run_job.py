@@ -20,7 +20,7 @@ from liver_hpc.cluster.slurm.replies import JobInfo
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.host.files import locked_alone, write_whole
 from liver_hpc.run.directory import RunDirectory
-from liver_hpc.run.entries import JOURNAL_FILE, last_end, last_step
+from liver_hpc.run.entries import JOURNAL_FILE, last_end, steps_done
 from liver_hpc.run.outcome import Outcome
 
 JOB_FILE = "job.json"
@@ -252,8 +252,7 @@ class RunJob:
         with suppress(ConfigError):  # there is none yet, or it is damaged
             if (end := last_end(journal)) is not None:
                 return int(end["step"])
-        newest = last_step(journal)
-        return int(newest.event["step"]) + 1 if newest is not None else 0
+        return steps_done(journal)
 
 
 def own_job(run: RunDirectory, info: JobInfo | None) -> JobInfo | None:

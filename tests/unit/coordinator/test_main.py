@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import resource
 import stat
 import threading
@@ -177,6 +178,30 @@ def test_restarts_from_one_and_the_same_checkpoint_end_the_run(
     outcome, left = _ends(tmp_path, monkeypatch, *ends)
     assert outcome == Outcome("failed", "restarted 3 times in vain: worker 1 lost", 14)
     assert left == 2
+
+
+@pytest.mark.parametrize("gone", ["recipe", "checkpoint"])
+def test_a_run_that_cannot_begin_again_has_done_its_steps_all_the_same(
+    tmp_path: Path, gone: str
+) -> None:
+    """Whether nothing that decides is there yet, or it has not been told of the checkpoint."""
+    _write_run(tmp_path)
+    end = [{"type": "end", "state": "requeue", "reason": "", "step": 14}]
+    (tmp_path / "journal.jsonl").write_bytes(
+        encode(0, 1.0, {"type": "coordinator_started"})
+        + encode(1, 2.0, {"type": "checkpoint_written", "step": 10})
+        + encode(2, 3.0, {"type": "step_done", "step": 13, "generation": 0})
+        + encode(3, 4.0, {"type": "tick"}, end)
+    )
+
+    def build(*parts: Any) -> Services:
+        if gone == "recipe":
+            raise LiverError("the recipe is gone")
+        return _scripted(ScriptedCluster(SECRET))(*parts)
+
+    outcome = run_coordinator(tmp_path, Control(), build)
+    assert (outcome.state, outcome.step) == ("failed", 14)
+    assert re.search(f"{gone}.* is gone", outcome.reason)
 
 
 # ---- restarts
