@@ -36,7 +36,7 @@ Jobs = Mapping[str, JobInfo] | None
 
 @dataclass(frozen=True)
 class ListedRun:
-    """One run. None stands for what is not known, as before its first world.
+    """One run. None stands for what is not known, as before the first world of a start.
 
     state: how it ended ("finished", "stopped", "failed"), or "starting", "training", "waiting for
     Slurm", "lost" (its coordinator is gone and left no outcome), "unknown" (that cannot be seen

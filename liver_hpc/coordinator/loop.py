@@ -12,7 +12,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 
 from liver_hpc.clock import Deadline, started_ticks
@@ -51,8 +51,15 @@ from liver_hpc.run.codec import encode
 from liver_hpc.run.directory import CoordinatorAddress
 from liver_hpc.run.epoch import SHOWN_EVERY_S, Epoch, NotTakenOver, Superseded
 from liver_hpc.run.journal import Written
+from liver_hpc.run.lifecycle import STARTING
 from liver_hpc.run.machine import Run
-from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome, WorldNote, write_private_json
+from liver_hpc.run.outcome import (
+    COORDINATOR_FILE,
+    WORLD_FILE,
+    Outcome,
+    WorldNote,
+    write_private_json,
+)
 
 log = logging.getLogger(__name__)
 
@@ -228,6 +235,8 @@ class Coordinator:
         self._look_from_now_on()
 
     def _begin(self, memory: e.Memory) -> None:
+        with suppress(OSError):  # it is for whoever lists runs: none trains now
+            (self._epoch.run_directory / WORLD_FILE).unlink(missing_ok=True)
         self._feed(
             e.CoordinatorStarted(
                 attributes=dict(self._services.attributes),
@@ -460,6 +469,8 @@ class Coordinator:
 
     def _note_world(self, world: WorldRef, at_s: float) -> None:
         """For whoever lists runs; training goes on where it cannot be written."""
+        if self.core.state is STARTING:  # it reads its checkpoint
+            return
         self._noted_generation, rank_map = world.generation, world.rank_map
         kind, steps = self._config.cluster.kind, self._config.train.steps
         layout, workers = str(rank_map.layout), len(rank_map.workers)

@@ -125,7 +125,7 @@ class RunDirectory:
         return pid if pid and process_lives(pid, self.job_id_path) else None
 
     def world(self) -> WorldNote | None:
-        """The world that trains, or trained last; None before the first."""
+        """The world that trains, or trained last; None before the first of a start."""
         return _read(self.path / WORLD_FILE, WorldNote)
 
     def job_id(self) -> str | None:

@@ -62,9 +62,10 @@ def begin_again(run_directory: Path) -> None:
 
 @dataclass(frozen=True)
 class WorldNote:
-    """The world that trains, or that trained last: what `liver list` tells of a run without its
-    journal. workers: how many. step: how many of the run's `steps` were done when it began, at
-    `since_s` (epoch). cluster: "local" or "slurm".
+    """The world that trains, or that trained last; there is none while a start of the run has not
+    trained yet. What `liver list` tells of a run without its journal. workers: how many. step: how
+    many of the run's `steps` were done when it began, at `since_s` (epoch). cluster: "local" or
+    "slurm".
     """
 
     generation: int

@@ -19,9 +19,9 @@ from liver_hpc.protocol.attempt import Phase
 from liver_hpc.rendezvous.base import Identity
 from liver_hpc.rendezvous.channel import ChannelClosed, connect
 from liver_hpc.run.directory import RunDirectory
-from liver_hpc.run.events import CheckpointWritten
+from liver_hpc.run.events import CheckpointWritten, Resumed, StateRestored
 from liver_hpc.run.lifecycle import TRAINING
-from liver_hpc.run.outcome import Outcome
+from liver_hpc.run.outcome import Outcome, WorldNote
 from tests.fakes import Fault
 from tests.unit.checkpoint.disk import scalar_state
 from tests.unit.coordinator.live import LIMIT_S, SECRET, Start
@@ -101,6 +101,25 @@ def test_the_world_that_trains_is_noted_for_whoever_lists_runs(make: Start) -> N
     second = note()
     assert second is not None
     assert (second.generation, second.layout, second.workers) == (1, "tp2 pp1 dp2", 4)
+
+
+def test_no_world_is_noted_while_a_start_has_not_trained(
+    make: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither that of the start before, nor its own while it reads the checkpoint."""
+    run = make(begin=False)
+    WorldNote(3, "tp2 pp1 dp2", 4, 0, 60, 1.0, "local").write(run.directory)
+    resumed = Resumed("iter_0000007", 7, 3, "tp2 pp1 dp2")
+    monkeypatch.setattr(run.coordinator._checkpoints, "open", lambda wrote: resumed)
+    run.start_only()
+    run.until(lambda: run.coordinator.core.world, "the first world")
+    assert run.status()["state"] == "starting"
+    assert RunDirectory(run.directory).world() is None
+    run.coordinator._inbox.put(StateRestored(5))
+    run.until(lambda: run.status()["state"] == "training", "training to begin")
+    note = RunDirectory(run.directory).world()
+    assert note is not None
+    assert (note.generation, note.step) == (5, 7)
 
 
 def test_a_world_that_cannot_be_noted_trains(make: Start) -> None:
