@@ -108,8 +108,8 @@ class LiveRun:
                 raise LiverError(
                     f"{self.run} ended: {self.run.outcome()}; {self.run.where_logs_are()}"
                 )
-            if status.handoffs_aborted:
-                raise LiverError(f"{self.run}: a handoff was aborted: {status.last_event}")
+            if status.handoffs_aborted or status.handoffs_failed:
+                raise LiverError(f"{self.run}: a handoff came to nothing: {status.last_event}")
             if holds(status):
                 return status
             deadline.check()

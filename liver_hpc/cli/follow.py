@@ -164,7 +164,8 @@ def _observed_text(status: StatusSnapshot) -> str:
 
 
 def _handoffs_text(status: StatusSnapshot) -> str:
-    return f"{status.handoffs_done} done, {status.handoffs_aborted} aborted"
+    failed = f", {status.handoffs_failed} failed" if status.handoffs_failed else ""
+    return f"{status.handoffs_done} done, {status.handoffs_aborted} aborted{failed}"
 
 
 def _step_text(status: StatusSnapshot) -> str:

@@ -22,7 +22,8 @@ class HandoffStatus(BaseModel):
 
 
 class StatusSnapshot(BaseModel):
-    """The state of a run at one moment; NaN and infinity are strings in its JSON."""
+    """The state of a run at one moment; NaN and infinity are strings in its JSON. Handoffs are
+    those of this start of the run; with one that failed its world was lost."""
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
 
@@ -52,5 +53,6 @@ class StatusSnapshot(BaseModel):
     observed: int = 0  # what it would have done, how often; the newest is `would_have`
     would_have: str = ""
     left_s: float | None = None  # of training, at the last step's speed
+    handoffs_failed: int = 0
     checkpointed: int | None = None  # the step of the newest checkpoint
     checkpoint_error: str = ""  # why the one after it has come to nothing

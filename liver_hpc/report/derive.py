@@ -119,7 +119,7 @@ class RecoveryFigures:
 class RunFigures:
     """Totals of a run, and its parts: worlds by their number, attempts in the order of the records,
     notices as they came. Sums leave out what is not known; bytes and spares are those of completed
-    handoffs; aborted counts all others.
+    handoffs.
 
     steps counts each step once; missing_steps were done but not recorded. wall_s: start of the
     first recorded step to the end of the last. evaluation_s: of all evaluations within. goodput:
@@ -136,6 +136,7 @@ class RunFigures:
     missing_steps: int
     completed: int
     aborted: int
+    failed: int
     wall_s: float
     pause_s: float
     cost_s: float
@@ -159,6 +160,7 @@ def run_figures(records: RunRecords) -> RunFigures:
     times = StepTimes(records.steps, worlds)
     attempts = _attempts(records, worlds, times)
     completed = [attempt for attempt in attempts if attempt.completed]
+    aborted = sum(attempt.outcome == ABORTED for attempt in attempts)
     done = {step.step: step for step in records.steps}
     useful_s = {step.step: times.useful_s(step) for step in done.values()}
     tokens = sum(step.tokens for step in done.values())
@@ -177,7 +179,8 @@ def run_figures(records: RunRecords) -> RunFigures:
         steps=len(done),
         missing_steps=max(done) - min(done) + 1 - len(done) if done else 0,
         completed=len(completed),
-        aborted=len(attempts) - len(completed),
+        aborted=aborted,
+        failed=len(attempts) - len(completed) - aborted,
         wall_s=wall_s,
         pause_s=finite_sum(attempt.pause_s for attempt in attempts),
         cost_s=known_sum([attempt.cost_s for attempt in attempts]),

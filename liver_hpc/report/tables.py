@@ -120,12 +120,13 @@ def summary_lines(figures: RunFigures, records: RunRecords) -> dict[str, str]:
     steps = f"{figures.steps} in {duration_text(figures.wall_s)}"
     if figures.missing_steps:
         steps += f", {figures.missing_steps} more were not recorded"
+    failed = f", {figures.failed} failed" if figures.failed else ""
     lines = {
         "run": " on ".join(attributes[key] for key in ("name", "host") if attributes.get(key)),
         "steps": steps,
         "tokens/s": number_text(figures.tokens_per_s),
         "goodput": NOTHING if math.isnan(figures.goodput) else f"{figures.goodput:.1%}",
-        "handoffs": f"{figures.completed} completed, {figures.aborted} aborted",
+        "handoffs": f"{figures.completed} completed, {figures.aborted} aborted{failed}",
     }
     hours = figures.hours
     if hours.nodes:

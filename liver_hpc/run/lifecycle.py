@@ -571,6 +571,7 @@ class Lifecycle:
             spares=tuple(sorted(self.agents.kept)),
             handoffs_done=recorder.completed,
             handoffs_aborted=recorder.aborted,
+            handoffs_failed=recorder.failed,
             queued=tuple(map(str, self.elastic.queue.not_granted)),
             handoff=self.handoffs.status(),
             last_event=last_event,

@@ -43,6 +43,7 @@ class RunRecorder:
         self.last_evaluation: EvaluationRecord | None = None
         self.completed = 0
         self.aborted = 0
+        self.failed = 0
         self.transports: dict[int, tuple[str, ...]] = {}
         self._told: dict[int, dict[int, Transports]] = {}
 
@@ -119,7 +120,8 @@ class RunRecorder:
             self._add(RecordAll.of(crossings))
         self._wake = ("release" if ended.outcome == "completed" else "prepare", now_s)
         self.completed += ended.outcome == "completed"
-        self.aborted += ended.outcome != "completed"
+        self.aborted += ended.outcome == "aborted"
+        self.failed += ended.outcome == "failed"
         if ended.outcome != "completed":
             self._told.pop(ended.generation, None)
         self.attempt = None

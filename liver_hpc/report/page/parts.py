@@ -27,7 +27,7 @@ def verdict(parent: Element, figures: RunFigures) -> None:
 def _verdict(figures: RunFigures) -> str:
     """The run in one line; what weighs more stands between asterisks."""
     words = f"*{figures.steps} {'step' if figures.steps == 1 else 'steps'}*"
-    if attempts := figures.completed + figures.aborted:
+    if attempts := len(figures.reconfigurations):
         words += f", *{figures.completed} of {attempts} handoffs* completed. They cost "
         words += f"*{number_text(figures.cost_s)} s* of training in all, "
         words += f"*{number_text(figures.lost_s)} s* of it lost"

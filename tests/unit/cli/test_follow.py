@@ -323,13 +323,14 @@ def test_status_is_all_of_it() -> None:
     busy = status(
         handoff=handoff(), queued=("replace worker 3",), nodes=("n1: 2 of 2 used",), spares=(4,)
     )
+    busy = busy.model_copy(update={"handoffs_failed": 2})
     busy = busy.model_copy(update={"validation_loss": 2.71828, "evaluated": 40})
     busy = busy.model_copy(update={"observed": 2, "would_have": "would have begun it; stays"})
     assert status_text(busy).splitlines() == [
         "run demo-1: training, step 42 of 120: loss 3.4123, gradient norm 0.831, 4812 tokens/s, "
         "tp2 pp1 dp2 (generation 3)",
         "workers 0-1, 4-5",
-        "handoffs: 3 done, 1 aborted",
+        "handoffs: 3 done, 1 aborted, 2 failed",
         "handoff to generation 4: TRANSFER, for 3.2 s, 128.0 MiB of 512.0 MiB, "
         "waits for workers 4-5",
         "validation: loss 2.7183 after 40 steps",

@@ -305,7 +305,7 @@ def test_totals_add_up() -> None:
     failed = reconfiguration(generation=2, source_generation=1, outcome="failed", bytes_moved=5)
     run.reconfigurations.append(failed)
     figures = run_figures(run)
-    assert (figures.completed, figures.aborted) == (1, 1)
+    assert (figures.completed, figures.aborted, figures.failed) == (1, 0, 1)
     assert figures.lost_s == pytest.approx(0.4)
     assert figures.pause_s == pytest.approx(0.1)
     assert figures.slowdown_s == pytest.approx(0.85)

@@ -116,6 +116,13 @@ def test_the_last_and_the_least_validation_loss_are_told() -> None:
     assert "validation" not in printed(five_handoffs(), 100)
 
 
+def test_a_handoff_that_failed_is_none_that_was_aborted() -> None:
+    records = five_handoffs()
+    assert "4 completed, 1 aborted " in printed(records, 100)
+    records.reconfigurations.append(reconfiguration(generation=9, outcome="failed"))
+    assert "4 completed, 1 aborted, 1 failed " in printed(records, 100)
+
+
 def test_how_many_steps_came_to_no_number_is_told_in_a_line() -> None:
     bad = [step(2, loss=math.nan), step(3, grad_norm=math.inf)]
     lines = printed(RunRecords([step(1), *bad], [], [], {}), 80).splitlines()

@@ -75,6 +75,8 @@ def test_a_run_that_has_ended_ends_no_handoff_any_more() -> None:
     play = in_boot(MACHINE)
     play.feed(e.ShellFailed("worker 0 sent what it may not"))
     assert play.run.state is RunState.ENDED
+    told = play.run.snapshot(play.now_s, "", "")
+    assert (told.handoffs_aborted, told.handoffs_failed) == (0, 1)
     play.now_s += 1_000.0
     assert not of(a.Record, play.feed(e.Tick()))
 
