@@ -250,7 +250,7 @@ class Checkpoints:
             return e.ShellFailed(f"{problem}; not all of its files were read again")
         if (unread or is_unread) and not changed:
             read = unread or "its files are as they were written"
-            return e.CheckpointDamaged(f"{problem}; {read}; it is tried again")
+            return e.CheckpointDamaged(f"{problem}; {read}; it is tried again", again=True)
         steps = [step for step, _ in complete_checkpoints(self.directory)]
         earlier = [step for step in steps if step < source.index.scalars.step]
         what = changed or "its files are as they were written"

@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from liver_hpc.checkpoint.index import newest_step
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.cluster.launcher import Launcher, local_launcher
 from liver_hpc.cluster.network import control_address
@@ -40,7 +39,6 @@ from liver_hpc.rendezvous.mpi.service import MpiRendezvous
 from liver_hpc.report.store import write_metrics
 from liver_hpc.run.actions import Ending
 from liver_hpc.run.codec import FORGOTTEN, memory_of
-from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.entries import (
     JOURNAL_FILE,
     JournalUnread,
@@ -66,10 +64,6 @@ from liver_hpc.run.secret import create_secret, read_secret
 log = logging.getLogger(__name__)
 
 RECORDED_PACKAGES = ("liver-hpc", "torch", "megatron-core", "mpi4py", "numpy")
-MOST_RESTARTS_IN_VAIN = 3
-"""So often a run may restart without progress: it has come no further than ever before, and its
-newest checkpoint is the one that it resumed from, neither damaged nor followed by another."""
-
 READ_AGAIN_S = 1.0
 """So long after a journal could not be read it is tried again."""
 
@@ -186,20 +180,11 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
         left = _told(journal, partial(_left, partial(new_core, config, services)), patience_s)
         coordinator = Coordinator(config, epoch, secret, services, control, left or memory)
         (directory / AGAIN_FILE).unlink(missing_ok=True)
-    checkpoints = RunDirectory(directory).checkpoints_path
-    in_vain, furthest = 0, -1
     while True:
-        resumed = newest_step(checkpoints)
         begins.close()  # from now on it shows itself
         outcome = coordinator.run()
         if outcome.state != "restart":
             return outcome
-        progress = outcome.step > furthest or newest_step(checkpoints) != resumed
-        in_vain = 0 if progress else in_vain + 1
-        furthest = max(furthest, outcome.step)
-        if in_vain >= MOST_RESTARTS_IN_VAIN:
-            reason = f"restarted {in_vain} times in vain: {outcome.reason}"
-            return Outcome("failed", reason, outcome.step)
         log.info("restarts after step %d: %s", outcome.step, outcome.reason)
         services, memory = watched(build(config, directory, secret)), coordinator.core.memory
         coordinator = Coordinator(config, epoch, secret, services, control, memory)

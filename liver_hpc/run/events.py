@@ -107,6 +107,9 @@ class Memory:
     how many were started; a later one has a name of its own, as one of those may live still.
     in_vain: how many starts in a row had too few nodes, each in a job that was queued again. wrote:
     the step of the newest checkpoint that the run has written; None before the first.
+
+    Of restarts alone, one after the other in the same job: vain_restarts: how many in a row came to
+    nothing; furthest: the most steps that were done when one began, -1 before the first.
     """
 
     last_generation: int = -1
@@ -116,6 +119,8 @@ class Memory:
     agents: int = 0
     in_vain: int = 0
     wrote: int | None = None
+    vain_restarts: int = 0
+    furthest: int = -1
 
 
 @dataclass(frozen=True)
@@ -257,9 +262,11 @@ class CheckpointDoubted:
 @dataclass(frozen=True)
 class CheckpointDamaged:
     """The checkpoint that this start goes on from is not what was written, and is set aside: the
-    next start goes on from the one before. Or it cannot be read now, and the next start tries."""
+    next start goes on from the one before. again: it cannot be read now, and the next start tries
+    it again."""
 
     reason: str
+    again: bool = False
 
 
 @dataclass(frozen=True)

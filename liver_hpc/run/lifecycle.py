@@ -60,6 +60,10 @@ HISTORY_EVENTS = 40
 EVENT_TEXT_LENGTH = 200
 MOST_STARTS_IN_VAIN = 3
 """So often in a row a run may start, in its job that is queued again, with too few nodes."""
+MOST_RESTARTS_IN_VAIN = 3
+"""So often in a row a run may restart without progress: it has come no further than ever before,
+and its newest checkpoint is the one that it resumed from, neither damaged nor followed by another.
+"""
 MOST_READ_S = 6 * 3600.0
 """So long a checkpoint's files may be read, to find out which has changed."""
 
@@ -153,6 +157,7 @@ class Lifecycle:
         self._owes_evaluation = False  # at the step that it goes on from
         self._checkpoints = ""
         self._checkpointed: tuple[int, str] | None = None  # the newest one's step and directory
+        self._resumed_from: tuple[int, str] | None = None  # what that was as this start began
         self._checkpoint_failure = ""
         self._wrote: int | None = None  # the step of the newest one that the run itself has written
         self._first_generation = 0
@@ -160,6 +165,7 @@ class Lifecycle:
         self._may_launch = False
         self._launched = False
         self._in_vain = 0  # starts in a row that had too few nodes
+        self._vain_restarts, self._furthest = 0, -1  # see `Memory`
         self._have_restored: set[int] = set()
         self._doubted = False  # the checkpoint's files are read, to find out which has changed
         self._deadline: Deadline | None = None  # of the start, and of the end
@@ -470,6 +476,12 @@ class Lifecycle:
             return
         self._state = ENDED
         steps = max(self._steps_done, self.recorder.steps_done)
+        if ending is Ending.RESTART:
+            progress = steps > self._furthest or self._checkpointed != self._resumed_from
+            self._vain_restarts = times = 0 if progress else self._vain_restarts + 1
+            self._furthest = max(self._furthest, steps)
+            if times >= MOST_RESTARTS_IN_VAIN:
+                ending, reason = Ending.FAILED, f"restarted {times} times in vain: {reason}"
         self.ending = End(ending, reason, steps)
         if ending in (Ending.REQUEUE, Ending.RESTART):
             self.elastic.notices.restarts(str(ending), reason, self._clock.now_s())
@@ -511,6 +523,8 @@ class Lifecycle:
             self.agents.started,
             self._in_vain,
             self._wrote,
+            self._vain_restarts,
+            self._furthest,
         )
 
     def expects(self, worker: int) -> bool:

@@ -99,7 +99,8 @@ class Run(Lifecycle):
     def _coordinator_started(self, event: e.CoordinatorStarted) -> None:
         self._checkpoints, self._resumed = event.checkpoints, event.resumed
         self._evaluated_step, self._in_vain = event.memory.evaluated, event.memory.in_vain
-        self._wrote = event.memory.wrote
+        self._wrote, self._furthest = event.memory.wrote, event.memory.furthest
+        self._vain_restarts = event.memory.vain_restarts
         known = [event.memory.last_generation]
         if self._resumed is not None and self._resumed.weights:
             self._note(f"begins with the weights of {self._resumed.path}")
@@ -107,7 +108,7 @@ class Run(Lifecycle):
             step = self._resumed.step
             known.append(self._resumed.generation)
             self._steps_done = self.recorder.first_step = step
-            self._checkpointed = step, self._resumed.path
+            self._checkpointed = self._resumed_from = step, self._resumed.path
             self.recoveries.note_checkpoint(step)
             self.elastic.queue.skip(step)
             self.elastic.estimates.policy.at_step(step)
@@ -176,6 +177,8 @@ class Run(Lifecycle):
 
     def _checkpoint_damaged(self, event: e.CheckpointDamaged) -> None:
         self._doubted = False
+        if not event.again:
+            self._checkpointed = None
         self._start_failed(event.reason)
 
     # ---- agents

@@ -617,7 +617,7 @@ def test_one_that_a_worker_cannot_read_is_set_aside_where_its_files_have_changed
     assert restore_part(later, told[1], rank_map) is None, "it is judged already"
     assert isinstance(refused, CheckpointDamaged)
     assert refused.reason.startswith(f"{path}: worker 1: cannot be read; ")
-    assert refused.reason.endswith("it is tried again") == (damage is None)
+    assert refused.reason.endswith("it is tried again") == refused.again == (damage is None)
     assert disk.steps() == [
         "iter_0000004" if damage is None else "damaged-iter_0000008",
         "iter_0000008" if damage is None else "iter_0000004",

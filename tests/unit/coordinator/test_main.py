@@ -15,11 +15,9 @@ from typing import Any, cast
 
 import pytest
 
-from liver_hpc.checkpoint.index import INDEX_FILE
 from liver_hpc.cli.client import request
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.config.load import dump_run
-from liver_hpc.config.megatron_checkpoint import iteration_path
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator import main as module
 from liver_hpc.coordinator.connections import Control
@@ -107,41 +105,20 @@ def test_the_process_reports_a_run_file_that_does_not_exist(tmp_path: Path) -> N
 
 
 class Ends:
-    """In the place of the coordinator: each ends as it is told, having written a checkpoint of the
-    step that is told with it."""
+    """In the place of the coordinator: ends at once."""
 
-    memory = None
-
-    def __init__(self, directory: Path, ends: Sequence[tuple[Outcome, int | None]]) -> None:
-        self.ends = list(ends)
-        self._directory = directory
+    def __init__(self, outcome: Outcome) -> None:
+        self._outcome = outcome
         self.core = self
 
     def __call__(self, *_: Any) -> Ends:
         return self
 
     def run(self) -> Outcome:
-        outcome, saved = self.ends.pop(0)
-        if saved is not None:
-            path = iteration_path(self._directory / "checkpoints", saved)
-            path.mkdir(parents=True)
-            (path / INDEX_FILE).touch()
-        return outcome
+        return self._outcome
 
     def identity(self) -> str:
         return "told"
-
-
-def _ends(
-    directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    *ends: tuple[Outcome, int | None],
-) -> tuple[Outcome, int]:
-    """The run's outcome, and how many ends were not needed for it."""
-    _write_run(directory)
-    told = Ends(directory, ends)
-    monkeypatch.setattr(module, "Coordinator", told)
-    return run_coordinator(directory, Control(), lambda *_: cast(Any, None)), len(told.ends)
 
 
 def test_an_outcome_that_cannot_be_written_is_told_all_the_same(
@@ -154,30 +131,10 @@ def test_an_outcome_that_cannot_be_written_is_told_all_the_same(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("liver_hpc.run.outcome.write_whole", full)
-    assert _ends(tmp_path, monkeypatch, (requeue, 7)) == (requeue, 0)
+    monkeypatch.setattr(module, "Coordinator", Ends(requeue))
+    _write_run(tmp_path)
+    assert run_coordinator(tmp_path, Control(), lambda *_: cast(Any, None)) == requeue
     assert not (tmp_path / "outcome.json").exists()
-
-
-def _restart(step: int) -> Outcome:
-    return Outcome("restart", "worker 1 lost", step)
-
-
-def test_a_restart_with_a_newer_checkpoint_is_not_in_vain(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Although a restart before it had come further."""
-    done = Outcome("finished", "", 200)
-    ends = [(_restart(100), 10), *((_restart(20 + n), 20 + n) for n in range(5)), (done, None)]
-    assert _ends(tmp_path, monkeypatch, *ends) == (done, 0)
-
-
-def test_restarts_from_one_and_the_same_checkpoint_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ends = [(_restart(12), 10), (_restart(14), None), *[(_restart(14), None)] * 5]
-    outcome, left = _ends(tmp_path, monkeypatch, *ends)
-    assert outcome == Outcome("failed", "restarted 3 times in vain: worker 1 lost", 14)
-    assert left == 2
 
 
 @pytest.mark.parametrize("gone", ["recipe", "checkpoint"])

@@ -22,9 +22,14 @@ from liver_hpc.run.codec import memory_of
 from liver_hpc.run.entries import Entry
 from liver_hpc.run.event_clock import EventClock
 from liver_hpc.run.events import Node, NodeGone, NodeGranted, NodeWarned
-from liver_hpc.run.lifecycle import MOST_READ_S, MOST_STARTS_IN_VAIN, RunState
+from liver_hpc.run.lifecycle import (
+    MOST_READ_S,
+    MOST_RESTARTS_IN_VAIN,
+    MOST_STARTS_IN_VAIN,
+    RunState,
+)
 from liver_hpc.run.machine import Run
-from liver_hpc.run.records import EvaluationRecord, RecoveryRecord
+from liver_hpc.run.records import EvaluationRecord, NoticeRecord, RecoveryRecord
 from liver_hpc.run.recovery import MOST_ROUNDS
 from liver_hpc.run.requests import IN_PLACE
 from tests.fakes import Fault, tiny_recipe, tiny_run
@@ -787,6 +792,74 @@ def test_a_start_waits_until_it_is_known_whether_its_checkpoint_is_damaged(told:
         why = "it is now damaged-step-5"
         (end,) = of(End, run.handle(e.CheckpointDamaged(why), late_s + 1.0))
     assert (end.state, end.reason) == (Ending.RESTART, why)  # type: ignore[attr-defined]
+
+
+# ---- restarts in vain
+
+
+def that_trains(memory: e.Memory, step: int, done: int) -> Run:
+    """It goes on from the checkpoint of a step, and has come to another one."""
+    run, begin = begun(memory, step)
+    run.handle(e.StateRestored(begin.generation), 4.0)
+    worker = begin.rank_map.rank_map().workers[0]
+    run.handle(
+        m.StepDone(
+            worker=worker, generation=begin.generation, step=done - 1, loss=1.0, grad_norm=1.0,
+            learning_rate=1.0, tokens=1, started_s=4.0, ended_s=5.0,
+        ),
+        5.0,
+    )  # fmt: skip
+    return run
+
+
+def ends_of_restarts(*starts: tuple[int, int | None]) -> list[End]:
+    """How each start ends that loses a worker once it is at a step, and has written a checkpoint,
+    where one is given, from which the next one goes on."""
+    ends, memory, step = list[End](), e.Memory(), 5
+    for done, saved in starts:
+        run = that_trains(memory, step, done)
+        if saved is not None:
+            step = saved
+            run.handle(e.CheckpointWritten(step, f"/checkpoints/step-{step}", 8, 1.0, 8), 6.0)
+        assert run.world is not None
+        actions = run.handle(e.WorkerGone(run.world.rank_map.workers[0], "exit code 1"), 7.0)
+        (end,) = of(End, actions)
+        assert isinstance(end, End)
+        rows = [each.row for each in of(a.Record, actions)]  # type: ignore[attr-defined]
+        kinds = [row.kind for row in rows if isinstance(row, NoticeRecord)]
+        assert kinds.count("restart") == (end.state is Ending.RESTART)
+        ends.append(end)
+        memory = run.memory
+    return ends
+
+
+def test_a_restart_with_a_newer_checkpoint_is_not_in_vain() -> None:
+    """Although a restart before it had come further."""
+    ends = ends_of_restarts((100, 10), *((20 + n, 20 + n) for n in range(5)))
+    assert {each.state for each in ends} == {Ending.RESTART}
+
+
+def test_restarts_from_one_and_the_same_checkpoint_end_the_run() -> None:
+    """Who reads the journal is told so, and of no start that there never was."""
+    *before, last = ends_of_restarts((12, 10), *[(14, None)] * (1 + MOST_RESTARTS_IN_VAIN))
+    assert {each.state for each in before} == {Ending.RESTART}
+    assert (last.state, last.step) == (Ending.FAILED, 14)
+    assert last.reason.startswith("restarted 3 times in vain: worker ")
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_start_that_finds_its_checkpoint_damaged_is_in_vain_where_it_is_tried_again(
+    again: bool,
+) -> None:
+    run, _ = begun(e.Memory(4, vain_restarts=MOST_RESTARTS_IN_VAIN - 1, furthest=14))
+    run.handle(e.CheckpointDoubted("exp_avg differs"), 4.0)
+    (end,) = of(End, run.handle(e.CheckpointDamaged("it is now damaged", again), 5.0))
+    assert end.state is (Ending.FAILED if again else Ending.RESTART)  # type: ignore[attr-defined]
+    assert run.memory.vain_restarts == (MOST_RESTARTS_IN_VAIN if again else 0)
+    assert run.memory.furthest == 14
+
+
+# ---- evaluations, and copies that differ
 
 
 def test_an_evaluation_is_recorded_shown_and_remembered() -> None:
