@@ -243,6 +243,7 @@ class Coordinator:
                 checkpoints=str(self._checkpoints.directory),
                 resumed=self._checkpoints.open(memory.wrote),
                 memory=memory,
+                epoch=self._epoch.number,
             )
         )
         self._services.pool.start(self._inbox.put)

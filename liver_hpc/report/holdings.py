@@ -41,7 +41,8 @@ class HoldingsFold:
         self._source = -1  # of the newest handoff: its world's generation
         self._last_s = 0.0
         self._unconfirmed: set[_Slot] = set()
-        self._restarts = False
+        self._restarts = False  # the last start has ended so, and no other has begun
+        self._epoch = 0  # the coordinator's
 
     @property
     def records(self) -> list[HoldingRecord]:
@@ -68,7 +69,9 @@ class HoldingsFold:
             return
         match event["type"]:
             case str(kind) if kind == COORDINATOR_STARTED:
-                self._started(event["attributes"])
+                self._started(event["attributes"], event.get("epoch", 0))
+            case "took_over":
+                self._epoch = event["epoch"]
             case "launch_allowed":
                 self._close(self._unconfirmed, self._last_s)
             case "node_granted":
@@ -87,12 +90,13 @@ class HoldingsFold:
             self._decided(action, at_s)
         self._last_s = at_s
 
-    def _started(self, attributes: Mapping[str, str]) -> None:
-        """After a restart within the job its nodes are still held, and are granted again; after
-        any other end, which may have been a sudden one, none is."""
-        mine = {slot for slot in self._open if not slot.agent} if self._restarts else set()
+    def _started(self, attributes: Mapping[str, str], epoch: int) -> None:
+        """After a restart by the same coordinator the nodes of its job are still held, and are
+        granted again; after any other end, which may have been a sudden one, none is."""
+        restarted = self._restarts and epoch == self._epoch
+        mine = {slot for slot in self._open if not slot.agent} if restarted else set()
         self._close(self._open.keys() - mine, self._last_s)
-        self._unconfirmed, self._restarts = mine, False
+        self._unconfirmed, self._restarts, self._epoch = mine, False, epoch
         self._unbounded.clear()
         self._partitions = partitions_of(attributes.get("config", ""))
 
@@ -137,9 +141,10 @@ class HoldingsFold:
                 before = self._placements.get(self._source, [])
                 self._placements[again] = [replace(row, generation=again) for row in before]
             case "end":
-                self._restarts = action["state"] == "restart"
+                before, self._restarts = self._restarts, action["state"] == "restart"
                 if not self._restarts:
-                    self._close({*self._open}, at_s)
+                    # The end of a start that could not begin says nothing of the one before.
+                    self._close({*self._open}, self._last_s if before else at_s)
                     self._unbounded.clear()
 
     def _placed(self, generation: int, wire: WireRankMap) -> None:

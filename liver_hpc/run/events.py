@@ -140,13 +140,15 @@ class CoordinatorStarted:
     """A start of the run, the first one or a restart. Always a core's first event.
 
     attributes: facts for the record: versions, host, and the run file as `config`. checkpoints:
-    the directory that new ones are written to.
+    the directory that new ones are written to. epoch: the coordinator's number; the same one's
+    starts follow within one job.
     """
 
     attributes: dict[str, str] = field(default_factory=dict)
     checkpoints: str = ""
     resumed: Resumed | None = None
     memory: Memory = Memory()
+    epoch: int = 0
 
 
 @dataclass(frozen=True)

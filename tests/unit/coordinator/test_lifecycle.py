@@ -82,7 +82,9 @@ def test_where_the_coordinator_is_stands_in_a_private_file(make: Start) -> None:
     run = make()
     path = run.directory / "coordinator.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert json.loads(path.read_text())["pid"] == os.getpid()
+    told = json.loads(path.read_text())
+    assert told["pid"] == os.getpid()
+    assert run.metrics.entries[0].event["epoch"] == told["epoch"] > 0
     os.utime(path, (1000.0, 1000.0))  # of a file server whose clock is behind
     assert RunDirectory(run.directory).coordinators_process() == os.getpid()
 

@@ -84,6 +84,27 @@ def test_a_restart_within_the_job_keeps_what_is_granted_again() -> None:
     assert math.isnan(to_s)
 
 
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_restart_that_another_coordinator_makes_comes_after_a_time_without_nodes(
+    begins: bool,
+) -> None:
+    """A job that died as it was to restart, or whose code could not be read for it any more; it is
+    resumed the next day, or cannot be."""
+    first, second = STARTED | {"epoch": 1}, STARTED | {"epoch": 3}
+    end, failed = [({"type": "broken"}, [ended(each)]) for each in ("restart", "failed")]
+    events = [first, granted("n1"), {"type": "took_over", "epoch": 2}, end]
+    later = [second, granted("n1"), ALLOWED] if begins else [failed]
+    fold = HoldingsFold()
+    for entry in entries(*events, *later):
+        day = entry.number // len(events)
+        fold.take(entry._replace(at_s=entry.at_s + 80_000.0 * day))
+    assert spans(fold)[0] == ("n1", 1001.0, 1003.0)
+    assert [from_s for _, from_s, _ in spans(fold)[1:]] == [81_005.0] * begins
+
+    fold = fold_of(*events, STARTED | {"epoch": 2}, granted("n1"), ALLOWED)
+    assert [from_s for _, from_s, _ in spans(fold)] == [1001.0], "it restarts by itself"
+
+
 def test_a_start_after_a_sudden_end_holds_what_it_is_granted() -> None:
     fold = fold_of(STARTED, granted("n1"), ALLOWED, STARTED, granted("n1"))
     assert spans(fold)[0] == ("n1", 1001.0, 1002.0)

@@ -61,6 +61,7 @@ EVENTS: list[e.Event] = [
         "/checkpoints",
         e.Resumed("/checkpoints/step-5", 5, 3, "tp1 pp1 dp2"),
         e.Memory(4, 2, ("n1", "n2"), 100, 7, 2, 90, 1, 95),
+        epoch=3,
     ),
     e.CoordinatorStarted(),
     e.LaunchAllowed(),
