@@ -18,12 +18,19 @@ RECIPES = "metrics/"
 
 
 class Course:
-    """fold: what is recorded so far. step: how many steps are done; furthest: at most so far."""
+    """fold: what is recorded so far. step: how many steps are done; furthest: at most so far.
+    workers: of the world that trains, 0 while none does."""
 
     def __init__(self) -> None:
         self.fold = RecordsFold()
         self.step = 0
         self.furthest = 0
+        self.workers = 0
+
+    @property
+    def now(self) -> Mapping[str, float]:
+        """What is so beside all steps, by the names of the values that steps have of it."""
+        return {"run/workers": self.workers, "run/nodes": self.fold.held.nodes}
 
     def take(self, entry: Entry) -> Iterator[Point | Mark]:
         """What follows from an entry. Raises ConfigError for one that cannot be understood."""
@@ -31,6 +38,8 @@ class Course:
         try:
             yield from self._points(entry)
             yield from self._marks(entry)
+            if any(map(_ends_a_world, (entry.event, *entry.actions))):
+                self.workers = 0
         except (KeyError, TypeError) as error:
             raise ConfigError(f"entry {entry.number}: {error}") from error
 
@@ -39,6 +48,7 @@ class Course:
         match event["type"]:
             case str(kind) if kind == STEP_DONE:
                 self.step = event["step"] + 1
+                self.workers = held.workers_of(event["generation"])
                 took_s = event["ended_s"] - event["started_s"]
                 values = {
                     LOSS: float(event["loss"]),
@@ -46,8 +56,7 @@ class Course:
                     "train/learning_rate": float(event["learning_rate"]),
                     "train/step_s": took_s,
                     "train/tokens_per_s": event["tokens"] / took_s if took_s > 0 else math.nan,
-                    "run/workers": held.workers_of(event["generation"]),
-                    "run/nodes": held.nodes,
+                    **self.now,
                 }
                 told = event.get("metrics", {})
                 values |= {f"{RECIPES}{name}": float(value) for name, value in told.items()}
@@ -88,6 +97,12 @@ class Course:
 
     def _mark(self, entry: Entry, kind: str, text: str) -> Mark:
         return Mark(self.step, entry.at_s, kind, text)
+
+
+def _ends_a_world(said: Mapping[str, Any]) -> bool:
+    """Whether none trains after this event or action."""
+    halts = said["type"] == "send" and said["message"]["type"] == "halt"
+    return halts or said["type"] in (COORDINATOR_STARTED, "end")
 
 
 def _handoff(row: Mapping[str, Any]) -> tuple[str, str]:

@@ -13,7 +13,7 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -76,6 +76,11 @@ class Following:
         """As of now; from any thread."""
         with self._lock:
             return run_figures(self._course.fold.records)
+
+    def now(self) -> Mapping[str, float]:
+        """See `Course`; from any thread."""
+        with self._lock:
+            return self._course.now
 
     def open(self) -> None:
         """Reads the journal up to now, and opens each tracker where it stands."""
@@ -156,7 +161,7 @@ class Following:
                 from liver_hpc.tracking.openmetrics import OpenMetrics
 
                 self._trackers[name] = OpenMetrics(
-                    section, self._directory, self._run_directory.name, self.figures
+                    section, self._directory, self._run_directory.name, self.figures, self.now
                 )
 
     def _tell(self, name: str, what: Point | Mark) -> None:

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -26,7 +26,8 @@ TOKEN_FILE = "openmetrics-token"
 
 
 class OpenMetrics(Tracker):
-    """Answers with what is newest. figures: derives them, from any thread."""
+    """Answers with what is newest. figures: derives them; now: what is so whenever it is asked for,
+    in the place of what the last step had of it. Both from any thread."""
 
     keeps = False
 
@@ -36,12 +37,14 @@ class OpenMetrics(Tracker):
         directory: Path,
         run_name: str,
         figures: Callable[[], RunFigures],
+        now: Callable[[], Mapping[str, float]],
     ) -> None:
         """Makes the token in `directory` where there is none, and tells there where it listens."""
         token = directory / TOKEN_FILE
         secret = read_secret(token) if token.exists() else create_secret(token)
         self._run_name = run_name
         self._figures = figures
+        self._now = now
         self._lock = threading.Lock()
         self._newest: dict[str, float] = {}
         self._step = 0
@@ -93,7 +96,7 @@ class OpenMetrics(Tracker):
             "Checkpoints that have come to nothing.",
             value=self._failed_checkpoints,
         )
-        values = self._newest
+        values = {**self._newest, **self._now()}
         for name, about in _OF_POINTS.items():
             if name in values:
                 yield gauge(f"liver_{name.replace('/', '_')}", about, values[name])

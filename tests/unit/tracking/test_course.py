@@ -50,6 +50,30 @@ def test_a_step_has_what_was_measured_and_who_was_there() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "after",
+    [
+        ({"type": "worker_gone", "worker": 1}, [{"type": "send", "message": {"type": "halt"}}]),
+        ({"type": "broken"}, [{"type": "end", "state": "restart", "reason": ""}]),
+        STARTED,
+    ],
+    ids=["loss", "end", "start"],
+)
+def test_no_worker_trains_after_the_end_of_a_world_and_no_node_is_held_that_is_gone(
+    after: Any,
+) -> None:
+    begun = ({"type": "hello"}, [{"type": "send", "workers": [0, 1], "message": BEGIN}])
+    granted = {"type": "node_granted", "node": NODE}
+    gone, course = {"type": "node_gone", "node": "n1"}, Course()
+    for entry in entries(STARTED, granted, begun, step_done(0)):
+        list(course.take(entry))
+    assert course.now == {"run/workers": 2, "run/nodes": 1}
+    for entry in entries(gone, after):
+        list(course.take(entry))
+        assert course.now["run/nodes"] == 0
+    assert course.now["run/workers"] == 0
+
+
 def test_an_evaluation_stands_at_the_steps_that_were_done() -> None:
     evaluated = {"type": "evaluated", "step": 2, "loss": 3.5, "ended_s": 9.0, "generation": 0}
     _, _, point = course_of(STARTED, step_done(0), step_done(1), evaluated)

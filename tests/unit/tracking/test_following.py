@@ -132,14 +132,17 @@ def test_a_line_that_is_not_whole_waits_for_its_end(
 
 def test_openmetrics_says_what_the_report_says(tmp_path: Path) -> None:
     parser = pytest.importorskip("prometheus_client.openmetrics.parser")
+    nodes = [{"name": name, "allocation": "main", "slots": 2} for name in ("n1", "n2")]
     told = [
         STARTED,
+        *({"type": "node_granted", "node": node} for node in nodes),
         step_done(0, metrics={"accuracy": 0.5}),
         step_done(1),
         step_done(2, ended_s=104),
         ({"type": "node_straggles"}, [encode(Record(straggler("n3"))) for _ in range(2)]),
         {"type": "checkpoint_written", "step": 2, "took_s": 1.5},
         {"type": "checkpoint_failed", "step": 3, "reason": "Disk quota exceeded"},
+        {"type": "node_gone", "node": "n2", "reason": "its power failed"},
     ]
     append(tmp_path, entries(*told))
     following = Following(tmp_path, config_of(openmetrics={}), pytest.fail)
@@ -160,6 +163,7 @@ def test_openmetrics_says_what_the_report_says(tmp_path: Path) -> None:
     values = {name: each.samples[0].value for name, each in families.items()}
     assert (values["liver_steps_done"], values["liver_train_loss"]) == (3, pytest.approx(3.8))
     assert (values["liver_checkpoint_step"], values["liver_failed_checkpoints"]) == (2, 1)
+    assert values["liver_run_nodes"] == 1  # although no step has followed
     assert "liver_metric" not in values  # the last step had none
     goodput = run_figures(read_run(tmp_path)).goodput
     assert values["liver_goodput_ratio"] == pytest.approx(goodput)
@@ -189,7 +193,7 @@ def test_figures_that_take_long_keep_nothing_else_back(tmp_path: Path) -> None:
         return run_figures(read_run(tmp_path))
 
     append(tmp_path, [*entries(STARTED), *steps(0, 1)])
-    tracker = openmetrics.OpenMetrics(section, tmp_path, "toy", figures)
+    tracker = openmetrics.OpenMetrics(section, tmp_path, "toy", figures, dict)
     for step in (7, 8):
         tracker.take(Point(step, 1.0, {}))
         assert f'liver_steps_done{{run="toy"}} {step}.0' in tracker.text().decode()
