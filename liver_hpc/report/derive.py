@@ -107,12 +107,14 @@ class NoticeFigures:
 class RecoveryFigures:
     """What a recovery took. let_go_s: until all that were left had let the old world go. refill_s:
     from then until the new one was filled and proved. first_step_s: from then to the end of its
-    first step."""
+    first step. steps_again: how many it has done that had been done before; 0 where it was lost
+    before its first."""
 
     record: RecoveryRecord
     let_go_s: float
     refill_s: float
     first_step_s: float
+    steps_again: int
 
 
 @dataclass(frozen=True)
@@ -124,8 +126,8 @@ class RunFigures:
     steps counts each step once; missing_steps were done but not recorded. wall_s: start of the
     first recorded step to the end of the last. evaluation_s: of all evaluations within. goodput:
     at most 1, as medians of few steps may be above what steps took in all; an evaluation is useful,
-    once. hours: of workers, held and what became of them. stragglers: how often each node was named
-    as one.
+    once, and evaluations counts it once. hours: of workers, held and what became of them.
+    stragglers: how often each node was named as one.
     """
 
     generations: tuple[GenerationFigures, ...]
@@ -193,7 +195,7 @@ def run_figures(records: RunRecords) -> RunFigures:
         tokens=tokens,
         tokens_per_s=ratio(tokens, wall_s),
         goodput=min(ratio(progress_s, wall_s), 1.0) if wall_s > 0 else math.nan,
-        evaluations=len(records.evaluations),
+        evaluations=len({each.step for each in records.evaluations}),
         evaluation_s=finite_sum(evaluated_s.values()),
         hours=worker_hours(records, useful_s),
         stragglers=dict(Counter(record.node for record in records.stragglers)),
@@ -333,14 +335,17 @@ def _begun_s(attempts: Sequence[ReconfigurationRecord]) -> dict[int, float]:
 
 
 def _recoveries(records: RunRecords) -> tuple[RecoveryFigures, ...]:
-    steps = reversed(records.steps) if records.recoveries else ()
-    first_ended_s = {step.generation: step.ended_s for step in steps}
+    if not records.recoveries:
+        return ()
+    first_ended_s = {step.generation: step.ended_s for step in reversed(records.steps)}
+    again = Counter(step.generation for step in _done_again(records.steps))
     return tuple(
         RecoveryFigures(
             record=record,
             let_go_s=record.halted_s - record.noticed_s,
             refill_s=record.refilled_s - record.halted_s,
             first_step_s=first_ended_s.get(record.generation, math.nan) - record.refilled_s,
+            steps_again=again[record.generation],
         )
         for record in records.recoveries
     )
@@ -350,7 +355,7 @@ def _notices(
     records: RunRecords, attempts: Mapping[int, ReconfigurationFigures]
 ) -> tuple[NoticeFigures, ...]:
     notices = sorted(records.notices, key=lambda notice: notice.at_s)
-    again_s = sorted(_begun_again_s(records.steps)) if notices else []
+    again_s = sorted(step.started_s for step in _done_again(records.steps)) if notices else []
     starts_s = sorted(step.started_s for step in records.steps) if notices else []
     losses_s = [notice.at_s for notice in notices if _is_loss(notice)]
     figures = []
@@ -389,12 +394,12 @@ def _first_from(times_s: Sequence[float], at_s: float) -> float:
     return times_s[index] if index < len(times_s) else math.inf
 
 
-def _begun_again_s(steps: Iterable[StepRecord]) -> list[float]:
-    """When the steps began that had been done before."""
+def _done_again(steps: Iterable[StepRecord]) -> list[StepRecord]:
+    """The steps that had been done before."""
     done: set[int] = set()
     found = []
     for step in steps:
         if step.step in done:
-            found.append(step.started_s)
+            found.append(step)
         done.add(step.step)
     return found

@@ -134,16 +134,16 @@ def summary_lines(figures: RunFigures, records: RunRecords) -> dict[str, str]:
         texts = (f"{part} {number_text(getattr(hours.total, f'{part}_h'))}" for part in parts)
         lines[hours.unit] = f"{number_text(hours.total.held_h)} held: {', '.join(texts)}"
     if figures.recoveries:
-        again = sum(each.record.steps_redone for each in figures.recoveries)
+        again = sum(each.steps_again for each in figures.recoveries)
         times = "once" if len(figures.recoveries) == 1 else f"{len(figures.recoveries)} times"
         lines["recovered"] = f"{times} from memory; {again} steps were done again"
     if records.evaluations:
-        lines["validation"] = _validation(records.evaluations, figures.evaluation_s)
+        lines["validation"] = _validation(records.evaluations, figures)
     if records.metrics:
         last = {metric.name: metric.value for metric in records.metrics}
         values = (f"{name} {number_text(value)}" for name, value in sorted(last.items()))
         lines["metrics"] = f"{', '.join(values)}; the last values"
-    diverged = [step.step for step in records.steps if not step.is_finite]
+    diverged = sorted({step.step for step in records.steps if not step.is_finite})
     if diverged:
         steps = "1 step" if len(diverged) == 1 else f"{len(diverged)} steps"
         lines["not finite"] = f"loss or gradient norm of {steps}, first of step {diverged[0]}"
@@ -165,7 +165,7 @@ def summary_lines(figures: RunFigures, records: RunRecords) -> dict[str, str]:
     return {name: line for name, line in lines.items() if line}
 
 
-def _validation(evaluations: Sequence[EvaluationRecord], took_s: float) -> str:
+def _validation(evaluations: Sequence[EvaluationRecord], figures: RunFigures) -> str:
     """The last loss, and the least one where that is another."""
     last = evaluations[-1]
     known = [each for each in evaluations if math.isfinite(each.loss)]
@@ -173,9 +173,9 @@ def _validation(evaluations: Sequence[EvaluationRecord], took_s: float) -> str:
     words = f"loss {last.loss:.4f} after {last.step} steps"
     if least.loss < last.loss:
         words += f", least {least.loss:.4f} after {least.step}"
-    number = len(evaluations)
+    number = figures.evaluations
     times = "1 evaluation" if number == 1 else f"{number} evaluations"
-    return f"{words}; {times} in {duration_text(took_s)}"
+    return f"{words}; {times} in {duration_text(figures.evaluation_s)}"
 
 
 def _by_node(hours: WorkerHours) -> Sequence[HoursFigures]:
@@ -319,7 +319,7 @@ _RECOVERIES = (
     _figure("let go", "let_go_s"),
     _figure("filled", "refill_s"),
     _figure("first\nstep", "first_step_s"),
-    _figure("steps\nagain", "record.steps_redone", str),
+    _figure("steps\nagain", "steps_again", str),
 )
 _NOTICES = (
     _words("notice", "record.kind"),

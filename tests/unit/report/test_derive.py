@@ -288,7 +288,7 @@ def test_an_evaluation_is_useful_once() -> None:
     run.evaluations.extend(evaluation(step=4, started_s=at_s) for at_s in (106.0, 107.0))
     run.evaluations.append(evaluation(step=10, started_s=111.25))  # after the last step
     figures = run_figures(run)
-    assert (figures.evaluations, figures.evaluation_s) == (3, 0.25)
+    assert (figures.evaluations, figures.evaluation_s) == (2, 0.25)
     assert figures.goodput == pytest.approx((useful_s + 0.25) / 11.25)
 
 
@@ -350,7 +350,16 @@ def test_a_recovery_lasts_until_its_world_has_done_a_step() -> None:
     (found,) = figures.recoveries
     assert (found.let_go_s, found.refill_s, found.first_step_s) == (0.25, 0.75, 2.0)
     assert figures.steps == 6, "a step that is done again is one"
+    assert found.steps_again == 1
     assert [world.layout for world in figures.generations] == ["tp1 pp1 dp2", "tp1 pp1 dp1"]
+
+
+def test_no_step_is_done_again_by_a_world_that_is_lost_before_its_first() -> None:
+    """Each recovery has recorded how far back it goes; the way was gone once."""
+    steps = [*(step(n, generation=2) for n in range(5)), step(4, generation=4, started_s=120.0)]
+    lost = [recovery(), recovery(source_generation=3, generation=4, refilled_s=119.0)]
+    figures = run_figures(RunRecords(steps, [], [], {}, recoveries=lost))
+    assert [each.steps_again for each in figures.recoveries] == [0, 1]
 
 
 def test_steps_are_done_again_for_what_was_lost() -> None:

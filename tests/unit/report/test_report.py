@@ -124,7 +124,7 @@ def test_a_handoff_that_failed_is_none_that_was_aborted() -> None:
 
 
 def test_how_many_steps_came_to_no_number_is_told_in_a_line() -> None:
-    bad = [step(2, loss=math.nan), step(3, grad_norm=math.inf)]
+    bad = [step(2, loss=math.nan), step(3, grad_norm=math.inf), step(2, loss=math.nan)]
     lines = printed(RunRecords([step(1), *bad], [], [], {}), 80).splitlines()
     (line,) = [line for line in lines if line.startswith("not finite")]
     assert line.endswith("loss or gradient norm of 2 steps, first of step 2")
