@@ -21,7 +21,7 @@ from liver_hpc.report.worlds import finite_sum, took_s
 from liver_hpc.run.records import HoldingRecord, PlacementRecord, RunRecords
 
 HOUR_S = 3600.0
-_WITH_GPUS = re.compile(r"^\s*gpus_per_node: [1-9]", re.MULTILINE)
+_WITH_GPUS = re.compile(r"^\s*gpus_per_node: (?:\S+:)?[1-9]", re.MULTILINE)
 
 
 @dataclass(frozen=True)

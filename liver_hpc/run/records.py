@@ -75,10 +75,11 @@ class ReconfigurationRecord:
     generation: that of the target world. source_generation: that of the source world. source,
     target: the layout, as "tp2 pp1 dp2". source_workers, target_workers: ids in the order of ranks,
     with commas. notice: why. outcome: "completed", "aborted" or "failed". detail: what went wrong.
-    step: how many were done at the boundary, -1 without one. digest_equal: whether both sides held
-    the same state. bytes_moved: between workers, by the plan. bytes_local: within them. notice_s:
-    when the reason came. boot_ended_s: all joiners had booted. prepare_started_s: PREPARE began.
-    prepare_ended_s: all workers had prepared. armed_s: they were told to stop at a boundary.
+    step: how many were done at the boundary, or, without one, when the attempt ended. digest_equal:
+    whether both sides held the same state. bytes_moved: between workers, by the plan. bytes_local:
+    within them. notice_s: when the reason came. boot_ended_s: all joiners had booted.
+    prepare_started_s: PREPARE began. prepare_ended_s: all workers had prepared.
+    armed_s: they were told to stop at a boundary.
     source_last_step_ended_s: the last of the source's workers had ended its last step, and the
     evaluation that was due after it.
     transfer_ended_s: the parameters had arrived at all, in bounded memory the whole state.

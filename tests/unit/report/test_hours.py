@@ -122,6 +122,7 @@ def test_without_holdings_there_are_no_hours() -> None:
         ("", "gloo tcp", "worker-hours"),
         ("", "NET/IB", "GPU-hours"),
         ("    gpus_per_node: 4\n", "gloo tcp", "GPU-hours"),
+        ("    gpus_per_node: a100:4\n", "gloo tcp", "GPU-hours"),
         ("    gpus_per_node: 0\n", "gloo tcp", "worker-hours"),
     ],
 )
