@@ -141,10 +141,10 @@ class HoldingsFold:
                 before = self._placements.get(self._source, [])
                 self._placements[again] = [replace(row, generation=again) for row in before]
             case "end":
-                before, self._restarts = self._restarts, action["state"] == "restart"
+                not_begun, self._restarts = self._restarts, action["state"] == "restart"
                 if not self._restarts:
                     # The end of a start that could not begin says nothing of the one before.
-                    self._close({*self._open}, self._last_s if before else at_s)
+                    self._close({*self._open}, self._last_s if not_begun else at_s)
                     self._unbounded.clear()
 
     def _placed(self, generation: int, wire: WireRankMap) -> None:

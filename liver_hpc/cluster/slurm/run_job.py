@@ -250,7 +250,7 @@ class RunJob:
             return last.step
         journal = self.run.path / JOURNAL_FILE
         with suppress(ConfigError):  # there is none yet, or it is damaged
-            if (end := last_end(journal)) is not None:
+            if (end := last_end(journal)) is not None and end["step"]:  # else it knew of none
                 return int(end["step"])
         return steps_done(journal)
 

@@ -18,7 +18,10 @@ from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.entries import JOURNAL_FILE, Event, encode
 from liver_hpc.run.outcome import Outcome, begin_again
 
-END = encode(2, 1002.0, {}, [{"type": "end", "state": "stopped", "reason": "asked to", "step": 7}])
+END, NEVER_BEGAN = (
+    encode(2, 1002.0, {}, [{"type": "end", "state": "stopped", "reason": "asked to", "step": step}])
+    for step in (7, 0)
+)
 
 
 class Queued:
@@ -201,7 +204,7 @@ def test_where_nothing_can_be_locked_a_name_is_held(
 # ---- cancelled
 
 
-@pytest.mark.parametrize(("ends", "step"), [([END], 7), ([], 6)])
+@pytest.mark.parametrize(("ends", "step"), [([END], 7), ([], 6), ([NEVER_BEGAN], 6)])
 def test_a_run_that_waits_to_go_on_is_cancelled_where_it_was(
     tmp_path: Path, ends: list[bytes], step: int
 ) -> None:
