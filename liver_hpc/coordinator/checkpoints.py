@@ -44,11 +44,12 @@ from liver_hpc.checkpoint.newest import (
 from liver_hpc.clock import Clock
 from liver_hpc.cluster.slurm.run_job import check_over
 from liver_hpc.config.megatron_checkpoint import TRACKER_FILE, iteration_path
-from liver_hpc.config.schema import RunConfig
+from liver_hpc.config.schema import RunConfig, TrainSection
 from liver_hpc.coordinator.file_work import FileWork, remove
 from liver_hpc.errors import CheckpointError
 from liver_hpc.host.files import flush_to_disk
 from liver_hpc.layout.coordinates import RankMap
+from liver_hpc.layout.ramp import samples_before
 from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.protocol.events import WorldRef
 from liver_hpc.protocol.messages import (
@@ -146,8 +147,8 @@ class Checkpoints:
         sets aside what is damaged and newer. wrote: the step of the newest checkpoint that starts
         before have written.
 
-        Raises CheckpointError when all are damaged, or gone, or it is of another model, ConfigError
-        when the directory is somebody else's.
+        Raises CheckpointError when all are damaged, or gone, or it is of another model, or a run
+        with other samples, ConfigError when the directory is somebody else's.
         """
         claim_checkpoints(self._run, self._config, check_over)
         put_back(self.directory)
@@ -182,6 +183,8 @@ class Checkpoints:
         difference = index.model.difference(SavedModel.of(self._recipe.spec))
         if difference:
             raise CheckpointError(f"{path} is of another model: {difference}")
+        if other := _other_samples(index.scalars, self._config.train):
+            raise CheckpointError(f"{path} is of a run with {other}")
         layout = str(index.rank_map.rank_map().layout)
         return e.Resumed(str(path), index.scalars.step, index.generation, layout)
 
@@ -466,6 +469,21 @@ class Checkpoints:
             log.warning("cannot remove %s: %s", path, error)
         else:
             self._remove(retired)
+
+
+def _other_samples(saved: ScalarState, train: TrainSection) -> str:
+    """By which the run that has saved this would go on with other samples than one of `train`."""
+    if saved.seed != train.seed:
+        return (
+            f"train.seed {saved.seed}, this one has {train.seed}: a run goes on in its directory "
+            "with the same samples; with another directory, and checkpoint.load, it takes others"
+        )
+    if saved.consumed_samples != (samples := samples_before(train, saved.step)):
+        return (
+            f"{saved.consumed_samples} samples in {saved.step} steps, this one takes {samples} "
+            "(train.global_batch, train.rampup): a run keeps its batch"
+        )
+    return ""
 
 
 def _scalar_difference(wanted: ScalarState, got: ScalarState) -> str:

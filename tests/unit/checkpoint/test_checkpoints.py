@@ -40,11 +40,13 @@ from liver_hpc.run.events import (
     ShellFailed,
     StateRestored,
 )
+from tests.fakes import tiny_run
 from tests.unit.checkpoint.disk import (
     Disk,
     digests_of,
     empty,
     filled,
+    opened,
     restore_part,
     restored_rank_map,
     save_part,
@@ -407,6 +409,24 @@ def test_restored_workers_are_compared_with_what_was_saved(disk: Disk) -> None:
         for w, state in enumerate(states)
     ]
     assert said == [None, StateRestored(0)]
+
+
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        ({"seed": 7}, "train.seed 1234, this one has 7: "),
+        ({"global_batch": 16}, "32 samples in 4 steps, this one takes 64 "),
+    ],
+)
+def test_a_run_of_other_samples_is_refused_before_a_worker_boots(
+    disk: Disk, train: dict[str, Any], said: str
+) -> None:
+    disk.save(TWO, 4)
+    config = tiny_run(train={"steps": 60, "global_batch": 8, **train})
+    with pytest.raises(CheckpointError, match=f"iter_0000004 is of a run with {said}") as refused:
+        opened(config, TIED, disk.run_directory).open()
+    assert "remove" not in str(refused.value)
+    assert disk.steps() == ["iter_0000004"]
 
 
 @pytest.mark.parametrize("wrong", ["digests", "scalars"])
