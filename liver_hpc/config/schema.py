@@ -592,9 +592,10 @@ class ClusterSection(Section):
         return [*self.slurm.components, *([self.slurm.burst] if self.slurm.burst else [])]
 
     @property
-    def wants_gpus(self) -> bool:
-        """Whether the nodes are asked for with GPUs."""
-        return self.kind == "slurm" and any(gpu_count(part.gpus_per_node) for part in self.parts)
+    def wanted_gpus(self) -> int:
+        """GPUs that each node is asked for with, at least."""
+        counts = [gpu_count(part.gpus_per_node) for part in self.parts if self.kind == "slurm"]
+        return min(counts, default=0)
 
     def slots(self, part: ComponentSection | BurstSection) -> int:
         """Workers that one node of a component or of a burst allocation takes."""

@@ -306,13 +306,13 @@ def allow_concurrent_compile() -> None:
     symbolic.is_fx_symbolic_tracing = lambda: False
 
 
-def open_device(local_rank: int, wants_gpu: bool = False) -> Device:
-    """Claims this worker's device: CUDA device `local_rank` where there is one, else the CPU; with
-    `wants_gpu` a worker without CUDA raises LiverError.
+def open_device(local_rank: int, wanted_gpus: int = 0) -> Device:
+    """Claims this worker's device: CUDA device `local_rank` where there is one, else the CPU.
 
     A node with fewer GPUs than workers has several on one, as a workstation on which a run is tried
-    out: NCCL then works between them as if between hosts, through sockets. Raises LiverError where
-    the GPU takes no further process.
+    out: NCCL then works between them as if between hosts, through sockets. wanted_gpus: those that
+    the node was asked for with. Raises LiverError where one of them was to be this worker's and is
+    not seen, and where the GPU takes no further process.
     """
     queues = os.environ.setdefault(_QUEUES, _MOST_QUEUES)  # before anything opens CUDA
     os.environ.setdefault(_LOADING, _ALL_AT_ONCE)
@@ -330,7 +330,10 @@ def open_device(local_rank: int, wants_gpu: bool = False) -> Device:
                 "deadline; wanted %s",
                 *(_QUEUES, queues, _MOST_QUEUES),
             )
-        round_of_gpus, index = divmod(local_rank, torch.cuda.device_count())
+        seen = torch.cuda.device_count()
+        if seen <= local_rank < wanted_gpus:
+            raise LiverError(_too_few_gpus(local_rank, seen, wanted_gpus))
+        round_of_gpus, index = divmod(local_rank, seen)
         if round_of_gpus > 0:
             log.warning("GPU %d has a worker already: what crosses between them is slow", index)
             # NCCL refuses two ranks of one host on one GPU.
@@ -345,13 +348,12 @@ def open_device(local_rank: int, wants_gpu: bool = False) -> Device:
                 f"has no queues left: each worker asks for {queues}, set {_QUEUES} to fewer"
             ) from error
         return Device(device)
-    if wants_gpu:
+    if wanted_gpus:
         built = torch.version.cuda
         what = "is built without CUDA" if built is None else f"is built for CUDA {built}"
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
         raise LiverError(
             f"wanted a GPU, as the run file has gpus_per_node; torch {torch.__version__} {what}, "
-            f"and sees none on {socket.gethostname()} (CUDA_VISIBLE_DEVICES: {seen})"
+            f"and sees none on {_listed_gpus()}"
         )
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     from liver_hpc.world import cpu_shim
@@ -359,6 +361,23 @@ def open_device(local_rank: int, wants_gpu: bool = False) -> Device:
     cpu_shim.install()
     gloo_waits.install()
     return Device(torch.device("cpu"))
+
+
+def _too_few_gpus(local_rank: int, seen: int, wanted: int) -> str:
+    listed = _listed_gpus()
+    if "MIG-" in listed:
+        listed += (
+            "; CUDA shows a process one MIG instance: workers that share a node need whole GPUs"
+        )
+    return (
+        f"the worker in place {local_rank} wanted a GPU of its own; its node was asked for with "
+        f"{wanted}, and torch sees {seen} on {listed}"
+    )
+
+
+def _listed_gpus() -> str:
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+    return f"{socket.gethostname()} (CUDA_VISIBLE_DEVICES: {listed})"
 
 
 def gpu_addresses() -> list[str]:

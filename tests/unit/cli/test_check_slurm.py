@@ -164,8 +164,8 @@ def test_nodes_with_gpus_and_without_are_not_of_one_run() -> None:
         "cannot train with those on GPUs"
     ]
     config = on_slurm(main, burst={**BURST, "gpus_per_node": "h100:2"})
-    assert config.cluster.wants_gpus
-    assert not on_slurm(MAIN).cluster.wants_gpus
+    assert config.cluster.wanted_gpus == 2
+    assert on_slurm(MAIN).cluster.wanted_gpus == 0
     check_run(config, FourHeads())
 
 

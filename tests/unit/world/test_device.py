@@ -68,7 +68,21 @@ def test_a_worker_that_wants_a_gpu_does_not_train_on_the_cpu(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(LiverError, match=r"wanted a GPU, .* sees none on"):
-        open_device(0, wants_gpu=True)
+        open_device(0, wanted_gpus=1)
+
+
+@pytest.mark.parametrize(
+    ("listed", "why"), [("0,1", r": 0,1\)$"), ("MIG-a,MIG-b,MIG-c", "one MIG instance")]
+)
+@pytest.mark.usefixtures("two_gpus")
+def test_a_worker_whose_gpu_is_gone_does_not_share_that_of_another(
+    listed: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    assert open_device(1, wanted_gpus=3).torch_device.index == 1
+    with pytest.raises(LiverError, match=rf"place 2 wanted .* with 3, and torch sees 2 .*{why}"):
+        open_device(2, wanted_gpus=3)
+    assert open_device(2, wanted_gpus=2).torch_device.index == 0  # by workers_per_node
 
 
 @pytest.mark.parametrize(("given", "told"), [("", "32"), ("1", "1"), ("32", "32")])
