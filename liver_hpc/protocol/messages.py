@@ -186,13 +186,15 @@ class Hears(Message, type="hears"):
 class Hello(_OfWorker, type="hello"):
     """First message of a worker: it has booted and is ready to PREPARE.
 
-    boot_timings_s: the time from the start of its process to `booted_s`, by what took it.
+    boot_timings_s: the time from the start of its process to `booted_s`, by what took it. code:
+    versions and digests of what it computes with, by name, which all workers must have alike.
     """
 
     pid: int
     host: str
     booted_s: float
     boot_timings_s: dict[str, float] = {}
+    code: dict[str, str] = {}
 
 
 class StepDone(_InWorld, type="step_done"):

@@ -210,6 +210,11 @@ class Recipe(ABC):
     def open(self, run_directory: Path) -> None:  # noqa: B027 - a recipe without data needs none
         """Opens the data; called once in every worker before the first `loss`."""
 
+    def texts(self) -> Mapping[str, bytes]:
+        """What this process has read of the run's code beside the recipe's module, as it has read
+        it, by name: workers in which it differs do not train together. Called after `open`."""
+        return {}
+
     def hidden_shape(self) -> tuple[int, ...]:
         """[sequence, micro batch, hidden] of the tensor between pipeline stages; for pp > 1."""
         name = type(self).__name__

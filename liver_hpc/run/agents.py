@@ -89,6 +89,7 @@ class Agents:
         self._out = out
         self._next_agent = 0
         self._next_worker = 0
+        self._first: Hello | None = None  # of those that say with which code they compute
         self._agents: dict[str, Agent] = {}
         self._without_launch: set[str] = set()  # agents that have not met yet
         self._launch_of: dict[int, str] = {}  # of each worker: its agent's name
@@ -181,6 +182,23 @@ class Agents:
         agent.arrived.add(hello.worker)
         self._workers[hello.worker] = agent
         return agent.generation
+
+    def other_code(self, hello: Hello) -> str:
+        """By what a worker computes with other code than the first one that said with which; empty
+        where it does not. All that were let in have the same, so that one may have gone."""
+        if self._first is None:
+            self._first = hello if hello.code else None
+            return ""
+        first = self._first
+        differ = [
+            f"{name} is {hello.code[name]}, {its} there"
+            for name, its in first.code.items()
+            if hello.code.get(name, its) != its
+        ]
+        if not differ:
+            return ""
+        who, other = (f"worker {each.worker} on {each.host}" for each in (hello, first))
+        return f"{who} has other code than {other}: {'; '.join(differ)}"
 
     def _agent_of(self, worker: int) -> Agent | None:
         return self._agents.get(self._launch_of.get(worker, ""))

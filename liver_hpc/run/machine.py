@@ -218,12 +218,25 @@ class Run(Lifecycle):
         if not self.agents.expects(hello.worker):
             return
         generation = self.agents.join(hello)
-        if generation == STANDBY:
+        if other := self.agents.other_code(hello):
+            self._refuse(hello.worker, generation, other)
+        elif generation == STANDBY:
             self.agents.keep((hello.worker,), aborting=False)
         elif self.world is not None:
             self.handoffs.joined(hello, generation)
         elif self._launched and self.agents.completes(hello.worker):
             self._begin()
+
+    def _refuse(self, worker: int, generation: int, why: str) -> None:
+        """A worker has booted that may not train with the others: as if it had not."""
+        self.agents.send((worker,), m.Exit(reason=why))
+        if self._state is STARTING:
+            self._start_failed(why)
+        elif generation == STANDBY:
+            self.agents.dismiss(STANDBY, why)
+            self.standbys.failed(why)
+        elif generation == self.handoffs.generation:
+            self.handoffs.cancel_boot(why)
 
     def _worker_gone(self, event: e.WorkerGone) -> None:
         spare = event.worker in self.agents.kept

@@ -27,6 +27,7 @@ from liver_hpc.worker.holder import LeftWorld
 from liver_hpc.worker.standing import main_thread_stands
 from liver_hpc.worker.trainer import Trainer
 from liver_hpc.world import megatron, rehearsed
+from liver_hpc.world.code import code_of
 from liver_hpc.world.context import FAILURES, WorkerContext
 from liver_hpc.world.device import Device, Network
 from liver_hpc.world.groups import install_sentinel
@@ -102,6 +103,7 @@ class Worker:
                 host=socket.gethostname(),
                 booted_s=now_s,
                 boot_timings_s=self._timings_s | {"meet": now_s - self._booted_s},
+                code=code_of(self._recipe),
             )
         )
         quiet_thread(self._serve_control, "control")

@@ -30,6 +30,7 @@ from liver_hpc.layout.coordinates import Layout
 from liver_hpc.recipes.base import put_first_on_path
 from liver_hpc.rendezvous.local import BOOTED, WorkersEnd
 from liver_hpc.worker.ranks import PLACE_VARIABLE
+from liver_hpc.world.code import imported_code
 
 if TYPE_CHECKING:
     from liver_hpc.worker.control import Worker
@@ -77,6 +78,7 @@ def boot(run_directory: Path, layout: Layout) -> Worker:
     _choose_network(run_directory)
     config = load_run(run_directory / "run.yaml")
     put_first_on_path(config)
+    imported_code(config.recipe)
     with collector_paused():
         from liver_hpc.world.device import gpu_addresses, open_device
 

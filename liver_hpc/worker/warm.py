@@ -32,6 +32,7 @@ from liver_hpc.host.process import collector_paused
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.recipes.base import load_recipe, put_first_on_path
 from liver_hpc.worker import main as worker
+from liver_hpc.world.code import imported_code
 
 _MOST_SAID = 1000
 _CHILD_S = 60
@@ -66,6 +67,7 @@ def _import(run_directory: Path, layout: Layout) -> None:
     before = _read_from()
     config = load_run(run_directory / "run.yaml")  # which imports a recipe's options
     put_first_on_path(config)
+    imported_code(config.recipe)
     worker.quieten()
     with collector_paused():
         import torch  # noqa: F401 - for those that are forked

@@ -94,7 +94,8 @@ class Script:
         self._tokenizer: Any = None
         self._padded_vocabulary: int | None = None
         with _imports(self._path):
-            self._code = compile(self._path.read_bytes(), str(self._path), "exec")
+            self.text = self._path.read_bytes()
+            self._code = compile(self.text, str(self._path), "exec")
             self.training: Any = importlib.import_module("megatron.training.training")
             self.arguments: Any = importlib.import_module("megatron.training.arguments")
             self.variables: Any = importlib.import_module("megatron.training.global_vars")
@@ -108,7 +109,7 @@ class Script:
     @property
     def identity(self) -> object:
         """What is the same where it does the same: all that it is, and gets, but the layout."""
-        return megatron.core.__version__, self._path, self._path.read_bytes(), self._words
+        return megatron.core.__version__, self._path, self.text, self._words
 
     def at(self, layout: Layout) -> Captured:
         """Runs the script, where that has not been done for the layout. Not collective.

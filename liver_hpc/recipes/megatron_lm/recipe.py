@@ -67,6 +67,9 @@ class Pretrain(Recipe):
     def python_path(self) -> Sequence[Path]:
         return checkout.python_path(self.options)
 
+    def texts(self) -> Mapping[str, bytes]:
+        return {self.options.script.name: self.script.text}
+
     def hidden_shape(self) -> tuple[int, ...]:
         micro_batch = self.config.train.micro_batch
         return (self._number("seq_length"), micro_batch, self._number("hidden_size"))

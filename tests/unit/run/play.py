@@ -55,7 +55,8 @@ Task = Callable[[], None]
 
 class Play:
     """One schedule. `entries` is its journal: times, events, and what came of them. frozen: workers
-    that stand still, mute ones, and will hear later what they are told now."""
+    that stand still, mute ones, and will hear later what they are told now. code: of workers that
+    boot."""
 
     def __init__(self, scene: Scene, choices: Choices, compare_ticks: bool = True) -> None:
         self.scene = scene
@@ -64,6 +65,7 @@ class Play:
         self.entries: list[tuple[float, e.Event, list[a.Action]]] = []
         self.nodes: dict[str, PlayedNode] = {}
         self.starts = 0
+        self.code: dict[str, str] = {}
         self._compare_ticks = compare_ticks
         self._performing = False
         self._asked = 0
@@ -180,7 +182,9 @@ class Play:
             if fault is Fault.DIE:
                 worker.dead = True
             elif not worker.mute:
-                hello = m.Hello(worker=number, pid=number, host="h", booted_s=self.now_s)
+                hello = m.Hello(
+                    worker=number, pid=number, host="h", booted_s=self.now_s, code=self.code
+                )
                 self._up[number].append(hello)
         agent.look()
 

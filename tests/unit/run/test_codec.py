@@ -100,6 +100,7 @@ EVENTS: list[e.Event] = [
     e.BurstOver("2.00 of 2 node hours are used up"),
     e.HeldUp((1, 3), "no step for 61 s"),
     m.Hello(worker=0, pid=1, host="h", booted_s=1.5, boot_timings_s={"import": 0.1}),
+    m.Hello(worker=0, pid=1, host="h", booted_s=1.5, code={"torch": "2.11.0"}),
     STEP,
     m.Evaluated(worker=0, generation=1, step=8, loss=2.5, batches=10, started_s=10.5, ended_s=11.5),
     m.Prepared(worker=0, generation=1, timings_s={"groups": 0.5}, bytes_out=10, bytes_to={1: 10}),

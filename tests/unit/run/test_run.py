@@ -86,6 +86,43 @@ def test_a_run_that_has_ended_ends_no_handoff_any_more() -> None:
     assert not of(a.Record, play.feed(e.Tick()))
 
 
+OTHER = "worker 2 on h has other code than worker 1 on h: torch is 2.12.0, 2.11.0 there"
+
+
+def test_a_joiner_of_other_code_is_one_that_has_not_booted() -> None:
+    play = Play(MACHINE, Choices(b""))
+    play.code = {"torch": "2.11.0", "CUDA": "None"}
+    play.begin()
+    play.settle()
+    for torch, outcome in (("2.12.0", "aborted"), ("2.11.0", "completed")):
+        play.code["torch"] = torch
+        assert play.ask(m.ResizeRequest(workers=4)).ok
+        play.settle()
+        play.train()
+        play.settle()
+        row = play.watch.records[-1]
+        assert row.outcome == outcome
+        assert (row.detail == f"BOOT: {OTHER}") == (outcome == "aborted"), row.detail
+    assert len(play.run.world.rank_map.workers) == 4  # type: ignore[union-attr]
+    assert not [*differences(play.journal(), MACHINE.new_run)]
+
+
+def test_workers_of_a_start_with_other_code_than_each_other_do_not_begin() -> None:
+    run = TWO_NODES.new_run()
+    events: list[e.Event] = [e.CoordinatorStarted({}, "/checkpoints", None, e.Memory())]
+    events += [*map(NodeGranted, TWO_NODES.first), e.LaunchAllowed()]
+    actions = [action for event in events for action in run.handle(event, 1.0)]
+    (launch,) = of(a.Launch, actions)
+    for each in launch.agents:  # type: ignore[attr-defined]
+        run.handle(e.AgentMet(each.agent, len(each.seat.slots)), 2.0)
+    for worker, digest in enumerate(("0f", "ff")):
+        hello = m.Hello(worker=worker, pid=1, host="h", booted_s=2.0, code={"my_model": digest})
+        run.handle(hello, 3.0)
+    assert run.ending is not None
+    assert run.ending.state is Ending.FAILED
+    assert run.ending.reason.endswith(": my_model is ff, 0f there")
+
+
 def test_agents_that_cannot_be_launched_after_the_end_are_not_killed() -> None:
     play = in_boot(MACHINE)
     (agent,) = [name for name, seen in play.watch.agents.items() if not seen.workers]

@@ -19,9 +19,10 @@ from tests.unit.run.scenes import N1, N2, POLICY, SCENES, WIDE1, WIDE2, burst
 SETTLE_S = POLICY["settle_s"]
 
 
-def training() -> Play:
+def training(code: str = "") -> Play:
     """Two workers that train on a node of two slots; the other node is free."""
     play = Play(STANDBY, Choices(b""))
+    play.code = {"my_model": code} if code else {}
     play.begin()
     play.settle()
     assert play.run.world is not None
@@ -185,6 +186,17 @@ def test_one_that_never_says_hello_is_ended() -> None:
     play.wait(0.1)
     play.settle()
     assert len(play.run.agents.kept) == 1
+
+
+def test_one_of_other_code_than_those_that_train_is_no_spare() -> None:
+    play = training("0f")
+    play.code = {"my_model": "ff"}
+    play.wait(SETTLE_S)
+    play.settle()
+    other = "worker 2 on h has other code than worker 1 on h: my_model is ff, 0f there"
+    assert notes(play) == [f"standby: {other}"]
+    assert not play.run.agents.kept
+    assert not play.run.agents.taken().get("w2")
 
 
 def test_a_launch_that_fails_is_a_failure() -> None:

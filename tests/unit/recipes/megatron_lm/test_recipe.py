@@ -29,6 +29,14 @@ def test_a_validation_set_is_there_before_the_first_step(
         recipe.open(tmp_path)
 
 
+def test_a_script_that_is_edited_later_is_that_which_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pretrain, "script", types.SimpleNamespace(text=b"as read"))
+    recipe = load_recipe(load_users_run(run_file(tmp_path)))
+    assert [*recipe.texts().values()] == [b"as read"]
+
+
 def test_data_that_is_not_there_is_told_before_a_worker_boots(tmp_path: Path) -> None:
     more = "--train-data-path /nosuch/a --eval-iters 0"
     path = run_file(tmp_path, more, job=JOB.replace("--mock-data", ""))

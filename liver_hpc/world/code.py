@@ -1,0 +1,52 @@
+"""With which code a worker computes: versions, and digests of files as its process imported them.
+
+Who trains together must have the same, or replicas compute something else without a word.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+
+import liver_hpc
+from liver_hpc.recipes.base import Recipe
+from liver_hpc.recipes.specs import versions_of
+
+_LOOKED_UP = ("transformer-engine",)
+
+
+@cache
+def imported_code(recipe: str) -> dict[str, str]:
+    """Of liver_hpc's own files, of the module of a recipe, which was just imported, and of what may
+    be imported later. Once a process, and those that it forks have what it has: files may be others
+    by then."""
+    package = Path(liver_hpc.__file__).parent
+    own = blake2b(digest_size=8)
+    for path in sorted(package.rglob("[!.]*.py")):
+        own.update(b"%s\0%s\0" % (str(path.relative_to(package)).encode(), path.read_bytes()))
+    found = {"liver_hpc": own.hexdigest(), **versions_of(_LOOKED_UP)}
+    module = recipe.partition(":")[0]
+    if file := getattr(sys.modules[module], "__file__", None):
+        found[module] = _digest(Path(file).read_bytes())
+    return found
+
+
+def code_of(recipe: Recipe) -> dict[str, str]:
+    """All that workers of one run must have alike, by name; for after the data was opened."""
+    import megatron.core
+    import torch
+
+    texts = {name: _digest(text) for name, text in recipe.texts().items()}
+    return {
+        "torch": str(torch.__version__),
+        "CUDA": str(torch.version.cuda),
+        "megatron-core": megatron.core.__version__,
+        **imported_code(recipe.config.recipe),
+        **texts,
+    }
+
+
+def _digest(data: bytes) -> str:
+    return blake2b(data, digest_size=8).hexdigest()

@@ -1,0 +1,59 @@
+"""With which code a worker says that it computes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import megatron.core
+import pytest
+import torch
+
+from liver_hpc.recipes.base import find_recipe
+from liver_hpc.world.code import code_of, imported_code
+from tests.fakes import TinyRecipe, tiny_recipe, tiny_run
+
+RECIPE = """
+from tests.fakes import TinyRecipe
+
+class Mine(TinyRecipe): ...
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_module_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    for name in ("edited_recipe", "other_recipe"):
+        monkeypatch.setitem(sys.modules, name, sys)
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_a_recipe_that_is_edited_later_is_that_which_was_imported(tmp_path: Path) -> None:
+    """As in a warm process that forks workers afterwards."""
+    digests = []
+    for name in ("edited_recipe", "other_recipe"):
+        file = tmp_path / f"{name}.py"
+        file.write_text(RECIPE + ("# another loss\n" if digests else ""))
+        find_recipe(f"{name}:Mine", tmp_path)
+        code = imported_code(f"{name}:Mine")
+        file.write_text("")
+        assert imported_code(f"{name}:Mine") == code
+        digests.append(code[name])
+    assert digests[0] != digests[1]
+
+
+def test_a_worker_says_what_it_has_imported_and_read() -> None:
+    class Reader(TinyRecipe):
+        def texts(self) -> dict[str, bytes]:
+            return {"pretrain_gpt.py": b"import torch"}
+
+    plain = code_of(tiny_recipe(tiny_run()))
+    assert plain["torch"] == torch.__version__
+    assert plain["CUDA"] == str(torch.version.cuda)
+    assert plain["megatron-core"] == megatron.core.__version__
+    assert {"liver_hpc", "tests.fakes", "transformer-engine"} <= {*plain}
+    options: Any = tiny_recipe(tiny_run()).options
+    reads = code_of(Reader(options, tiny_run()))
+    assert {*reads} - {*plain} == {"pretrain_gpt.py"}
