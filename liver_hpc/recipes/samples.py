@@ -101,8 +101,12 @@ class _SharedBlendedDataset(BlendedDataset):  # type: ignore[misc]
 def _save(path: Path, order: NDArray[Any]) -> None:
     held = io.BytesIO()
     np.save(held, order)
+    _write(path, held.getvalue())
+
+
+def _write(path: Path, data: bytes) -> None:
     try:
-        write_whole(path, held.getvalue())
+        write_whole(path, data)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
 
@@ -113,8 +117,8 @@ class TokenSamples:
     counts: how many of each; those of validation come of that share of the data. Their order is
     kept under `cache`, which all processes of a run share; the first one makes it while the others
     wait, for `limit_s` at most. Where the data has too few samples, they come again in a new order.
-    Raises ConfigError when the data is not whole, or a share of it is shorter than one sample, and
-    DeadlineError.
+    Raises ConfigError when the data is not whole, or not what that one has found, or a share of it
+    is shorter than one sample, and DeadlineError.
     """
 
     def __init__(
@@ -143,6 +147,7 @@ class TokenSamples:
             for prefix in corpus.prefixes
         ]
         self._of_data = [_hash_of_index(prefix) for prefix in corpus.prefixes]
+        self._check_unchanged(cache, limit_s)
         self._parts = [
             (self._part(split, count), count)
             for split, count in zip(Split, counts, strict=False)
@@ -163,6 +168,21 @@ class TokenSamples:
             within -= count
         total = sum(count for _, count in self._parts)
         raise ConfigError(f"sample {index} does not exist: the run has {total}")
+
+    def _check_unchanged(self, cache: Path, limit_s: float) -> None:
+        """Data that was replaced under its name has other samples under the same numbers."""
+        prefixes = self._corpus.prefixes
+        noted = cache / f"data-{_hash(repr([*map(str, prefixes)]).encode()).hexdigest()}"
+        with first_alone(noted, limit_s):
+            if not noted.exists():
+                _write(noted, "\n".join(self._of_data).encode())
+        before = noted.read_text(encoding="utf-8").split()
+        for prefix, was, of_index in zip(prefixes, before, self._of_data, strict=True):
+            if was != of_index:
+                raise ConfigError(
+                    f"{prefix}.idx is not what the run began with, whose samples come by it: put "
+                    "it back, or go on in a new run by checkpoint.load"
+                )
 
     def _part(self, split: Split, count: int) -> Any:
         """At least `count` samples of a share, in the order of Megatron's builder."""

@@ -274,10 +274,21 @@ def test_the_order_depends_on_the_seed_and_on_the_data(prefix: Path) -> None:
     one, same, other = samples(prefix), samples(prefix), samples(prefix, seed=8)
     assert torch.equal(all_tokens(one), all_tokens(same))
     assert not torch.equal(all_tokens(one), all_tokens(other))
+    replace_data(prefix)
+    assert int(all_tokens(samples(prefix, "of another run")).max()) < 400
+
+
+def replace_data(prefix: Path) -> None:
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     builder.add_document(np.arange(400), [400])
     builder.finalize(f"{prefix}.idx")
-    assert int(all_tokens(samples(prefix)).max()) < 400
+
+
+def test_a_run_whose_data_was_replaced_does_not_go_on_with_other_samples(prefix: Path) -> None:
+    samples(prefix)
+    replace_data(prefix)
+    with pytest.raises(ConfigError, match=r"tokens\.idx is not what the run began with"):
+        samples(prefix)
 
 
 def test_there_are_as_many_samples_as_asked_for(prefix: Path) -> None:
