@@ -7,6 +7,7 @@ Python runs signal handlers in the main thread. Here it does nothing but wait, a
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -39,6 +40,7 @@ MOST_KILLED_IN_VAIN = 3
 """So often another coordinator is started without a step done meanwhile."""
 END_REASON = "its job is about to end"
 OUT_OF_TIME = "its job's time was up before its state was on disk"
+_CODE = "liver_hpc.coordinator.main"
 _ASK_S = 2.0
 _REQUEUE_S = 3.0
 """Of the time that is left, so much is kept for leaving and being queued again."""
@@ -80,7 +82,9 @@ class HostedCoordinator:
         self._ended = False
 
     def start(self) -> None:
-        """Once."""
+        """Once. All that a coordinator needs is imported before it is forked: the next one, which
+        takes over, is of the same text, also where another was installed meanwhile."""
+        importlib.import_module(_CODE)
         self.started = True
         self._fork()
 
@@ -258,7 +262,7 @@ def _coordinate(
 
 
 def _run(run_directory: Path, line: socket.socket) -> int:
-    from liver_hpc.coordinator.main import run_coordinator  # imports all that it needs
+    from liver_hpc.coordinator.main import run_coordinator
 
     control = Control()
 

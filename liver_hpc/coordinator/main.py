@@ -22,6 +22,11 @@ from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.cluster.launcher import Launcher, local_launcher
 from liver_hpc.cluster.network import control_address
 from liver_hpc.cluster.pool import NodePool
+from liver_hpc.cluster.slurm.commands import SlurmCommands
+from liver_hpc.cluster.slurm.holdings import own_allocations
+from liver_hpc.cluster.slurm.launcher import slurm_launcher
+from liver_hpc.cluster.slurm.pool import SlurmPool
+from liver_hpc.cluster.slurm.squeue import Squeue
 from liver_hpc.config.load import dump_run, load_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator.connections import Control
@@ -98,12 +103,6 @@ def services_of(config: RunConfig, run_directory: Path, secret: bytes) -> Servic
 
 def _on_slurm(config: RunConfig, run_directory: Path) -> tuple[Launcher, NodePool, Recipe]:
     """Workers on the nodes of the Slurm job that this process runs in, and on burst nodes."""
-    from liver_hpc.cluster.slurm.commands import SlurmCommands
-    from liver_hpc.cluster.slurm.holdings import own_allocations
-    from liver_hpc.cluster.slurm.launcher import slurm_launcher
-    from liver_hpc.cluster.slurm.pool import SlurmPool
-    from liver_hpc.cluster.slurm.squeue import Squeue
-
     slurm = config.cluster.slurm
     commands = SlurmCommands(slurm.command_s, slurm.unreachable_s)
     own = own_allocations(os.environ, config, commands.hostnames, commands.nodes_of)

@@ -488,6 +488,17 @@ def test_an_outcome_is_known_while_its_metrics_are_written(
     hosted.wait(LIMIT_S)
 
 
+def test_coordinators_that_follow_each_other_are_of_one_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is imported before the first one is forked."""
+    monkeypatch.setitem(sys.modules, "liver_hpc.coordinator.main", None)
+    hosted = HostedCoordinator(a_run(requeue=False).path)
+    with pytest.raises(ImportError):
+        hosted.start()
+    assert (hosted.started, hosted._pid) == (False, 0)
+
+
 def test_a_last_word_counts_though_a_handler_hears_the_end_before_it_is_read(asked: Path) -> None:
     hosted, ended = HostedCoordinator(a_run(requeue=False).path), Outcome("stopped", "so", 3)
 
