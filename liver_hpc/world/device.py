@@ -355,7 +355,8 @@ def open_device(local_rank: int, wanted_gpus: int = 0) -> Device:
             f"wanted a GPU, as the run file has gpus_per_node; torch {torch.__version__} {what}, "
             f"and sees none on {_listed_gpus()}"
         )
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(int(threads.partition(",")[0]))  # "4,2": those of nested regions follow
     from liver_hpc.world import cpu_shim
 
     cpu_shim.install()

@@ -20,6 +20,8 @@ import torch
 
 from liver_hpc.cluster.network import NCCL_LOG
 from liver_hpc.errors import DeadlineError, LiverError
+from liver_hpc.transport import gloo_waits
+from liver_hpc.world import cpu_shim
 from liver_hpc.world.device import (
     NCCL_CONDITIONS,
     NCCL_LOG_BYTES,
@@ -83,6 +85,20 @@ def test_a_worker_whose_gpu_is_gone_does_not_share_that_of_another(
     with pytest.raises(LiverError, match=rf"place 2 wanted .* with 3, and torch sees 2 .*{why}"):
         open_device(2, wanted_gpus=3)
     assert open_device(2, wanted_gpus=2).torch_device.index == 0  # by workers_per_node
+
+
+@pytest.mark.parametrize("given", ["4", "4,2"])
+def test_a_worker_on_a_cpu_has_the_threads_of_the_outermost_region(
+    given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    for module in (cpu_shim, gloo_waits):
+        monkeypatch.setattr(module, "install", lambda: None)
+    open_device(0)
+    assert told == [4]
 
 
 @pytest.mark.parametrize(("given", "told"), [("", "32"), ("1", "1"), ("32", "32")])
