@@ -31,8 +31,8 @@ class NodeAgents:
 
     silent: agents that have not been heard of for too long; they get no launch. given_up: those
     that were so for `coordinator_s`, which may live on a node that does not answer. stay: agents
-    take further launches. exit_s: how long a launch that was ended by force may take, until its
-    agent is.
+    take further launches. end_s: how long a launch that was ended by force may take, until its
+    agent is, with all that trains there: so long that only one is which is lost anyway.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class NodeAgents:
         registry: PeerRegistry,
         run_directory: Path,
         clock: Clock,
-        exit_s: float,
+        end_s: float,
         stay: bool,
     ) -> None:
         self._launcher = launcher
         self._registry = registry
         self._run_directory = run_directory
         self._clock = clock
-        self._exit_s = exit_s
+        self._end_s = end_s
         self._stay = stay
         self._agent_of: dict[str, str] = {}  # of a launch that has not been seen to end
         self._ended: list[AgentEnded] = []
@@ -194,9 +194,14 @@ class NodeAgents:
             order = m.EndWorkers(launch=launch, reason="it has not ended by itself", at_once=True)
             self._registry.send((agent,), order)
             waits_for = f"agent {agent} to end the workers of {launch}"
-            self._killed[launch] = Deadline.after(self._clock, self._exit_s, waits_for)
+            self._killed[launch] = Deadline.after(self._clock, self._end_s, waits_for)
         else:
             self._kill(agent)
+
+    def excuse_all(self) -> None:
+        """Gives launches that were ended by force all of their time again."""
+        for launch, until in self._killed.items():
+            self._killed[launch] = Deadline.after(self._clock, self._end_s, until.waits_for)
 
     def give_back(self, node: str) -> None:
         """Nothing of the run is to be left there."""

@@ -115,7 +115,7 @@ class Coordinator:
             self._registry,
             epoch.run_directory,
             services.clock,
-            config.deadlines.exit_s,
+            config.deadlines.heartbeat_s + config.deadlines.exit_s,
             stay=config.workers.warm,
         )
         self._progress = Progress(config, services.clock)
@@ -332,6 +332,7 @@ class Coordinator:
         self._check_epoch()
         self._feed(e.StoodStill(self._last_tick_s))
         self._registry.excuse_all()
+        self._agents.excuse_all()
         self._look_from_now_on()
 
     def _look_from_now_on(self) -> None:

@@ -20,7 +20,7 @@ from liver_hpc.run.events import AgentEnded, Seat
 from tests.memory_channel import MemoryChannel
 from tests.memory_launcher import MemoryLauncher
 
-EXIT_S = 5.0
+END_S = 5.0
 
 
 class Book:
@@ -32,7 +32,7 @@ class Book:
         self.launcher = MemoryLauncher(lambda launch: self.started.append(launch.agent))
         self.registry = PeerRegistry(self.clock)
         self.agents = NodeAgents(
-            self.launcher, self.registry, directory, self.clock, EXIT_S, stay=stay
+            self.launcher, self.registry, directory, self.clock, END_S, stay=stay
         )
 
     def launch(self, name: str, node: str = "n1", slots: tuple[int, ...] = (0,)) -> None:
@@ -148,7 +148,7 @@ def test_one_launch_is_ended_and_the_others_are_not(book: Book) -> None:
     ]
     assert book.launcher.alive("a0")
     book.agents.heard(said("a1", 0))
-    book.clock.advance(2 * EXIT_S)
+    book.clock.advance(2 * END_S)
     assert book.ended() == [AgentEnded("a1", 0, "")]
     assert book.launcher.alive("a0")
 
@@ -159,7 +159,7 @@ def test_an_agent_that_does_not_end_a_launch_is_killed(book: Book) -> None:
     book.launch("a1")
     book.agents.kill("a1")
     assert book.ended() == []
-    book.clock.advance(EXIT_S)
+    book.clock.advance(END_S)
     assert [end.exit_code for end in book.ended()] == [KILLED, KILLED]
 
 

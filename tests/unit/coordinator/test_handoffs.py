@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import time
 
 import pytest
 
 from liver_hpc.clock import SystemClock
+from liver_hpc.coordinator.connections import InboxEvent
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
@@ -246,6 +248,39 @@ def test_a_silent_joiner_costs_only_the_attempt(
     run.cluster.faults.fail_at(3, phase, Fault.SILENT)
     run.resize("tp=2,dp=2")
     assert wanted in run.record(0).detail
+    assert run.resize("tp=2,dp=2").ok
+    assert run.record(1).detail == ""
+
+
+def test_an_agent_that_is_long_about_ending_a_boot_keeps_the_workers_that_train(
+    make: Start,
+) -> None:
+    """And nothing is expected of it while the coordinator stands still."""
+    run = make(deadlines={"boot_s": 0.7, "meet_s": 0.3, "exit_s": 0.1})
+    run.cluster.faults.fail_at(3, Phase.BOOT, Fault.SILENT)
+    agent, inbox, clock = run.cluster.agents["a0"], run.coordinator._inbox, run.coordinator._clock
+    assert isinstance(clock, SystemClock)
+    obey, get, told = agent._obey, inbox.get, threading.Event()
+
+    def stand_still(timeout_s: float) -> InboxEvent | None:
+        if told.is_set():
+            clock._offset_s += 100.0
+            inbox.get = get  # type: ignore[method-assign]
+        return get(timeout_s)
+
+    def take_long(order: m.AnyMessage) -> None:
+        if isinstance(order, m.EndWorkers) and order.at_once:
+            told.set()
+            time.sleep(0.5)
+        if not isinstance(order, m.EndWorkers) or order.at_once:
+            obey(order)
+
+    inbox.get = stand_still  # type: ignore[method-assign]
+    agent._obey = take_long  # type: ignore[method-assign]
+    run.resize("tp=2,dp=2")
+    run.until(lambda: told.is_set() and not run.coordinator._agents._killed, "the boot to end")
+    assert inbox.get is not stand_still
+    assert run.cluster.launcher.alive("a0")
     assert run.resize("tp=2,dp=2").ok
     assert run.record(1).detail == ""
 
