@@ -68,7 +68,7 @@ class ElasticPolicy:
         self._failed_growths = 0
         self._overtaken = -1  # the generation of the handoff that was called off last
         self._orphaned = -1  # of the one in progress when a coordinator was lost last
-        self._again: ReconfigurationRequest | None = None  # asked for again for that
+        self._again: ReconfigurationRequest | None = None  # has one more turn for a loss
         self._wanted = -1
 
     # ---- from one start to the next
@@ -510,10 +510,14 @@ class ElasticPolicy:
             self.notices.used(on, joined, ended.generation)
             return
         self.estimates.handoffs.observe_aborted()
+        here = self._agents.present()
+        lost = ended.outcome == "failed" and not {*source.rank_map.workers}.issubset(here)
+        not_at_fault = lost or ended.generation == self._orphaned
         if ended.generation == self._overtaken:
             pass  # it did not fail: there was something more urgent
         elif request is not None and request.asked_for:
-            if ended.generation == self._orphaned and request != self._again:
+            stays = trains == source.rank_map  # else it has been granted
+            if not_at_fault and stays and request != self._again:
                 self._again = request
                 self.queue.put_back(request)
         elif request is not None and request.origin in (GROWTH, IN_PLACE):

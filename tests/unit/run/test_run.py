@@ -1461,6 +1461,30 @@ def four_that_train() -> Play:
     return play
 
 
+@pytest.mark.parametrize("lost", [1, 2])
+def test_what_was_asked_for_has_one_more_turn_where_a_worker_was_lost_in_its_handoff(
+    lost: int,
+) -> None:
+    play = four_that_train()
+    play.grant(burst(4, 2))
+    play.hear_pool()
+    assert play.ask(m.ReplaceRequest(replace=3)).ok
+    for worker in (1, 2)[:lost]:
+        for _ in range(300):
+            boots_or_idle = play.run.handoffs.attempt is None or play.run.handoffs.boots
+            if boots_or_idle and not play.go_on(draw=False):
+                play.train()
+        assert play.run.handoffs.describe().endswith("(PREPARE)")
+        lose(play, worker)
+    play.calm()
+    outcomes = [row.outcome for row in play.watch.records if row.notice.startswith("replace")]
+    assert outcomes == ["failed", "completed" if lost == 1 else "failed"]
+    assert play.run.world is not None
+    assert (3 in play.run.world.rank_map) == (lost == 2)
+    assert not play.run.elastic.queue.waiting
+    assert not [*differences(play.journal(), play.scene.new_run)]
+
+
 def test_who_did_not_answer_in_time_is_not_lost_a_second_time_as_it_ends() -> None:
     """The others fill a world meanwhile."""
     play = four_that_train()
