@@ -38,7 +38,8 @@ Place = Callable[[ModelSpec, RankMap, Layout, Sequence[int], Mapping[int, int]],
 class Estimates:
     """What was learnt of layouts and handoffs, and how workers are placed.
 
-    failed_leaves: handoffs away from nodes that have failed since the last one that was complete.
+    failed_leaves: handoffs away from nodes that have failed since the last one that was complete,
+    but for those in which a worker that trained or a coordinator was lost.
     """
 
     policy: LayoutPolicy

@@ -512,15 +512,15 @@ class ElasticPolicy:
         self.estimates.handoffs.observe_aborted()
         here = self._agents.present()
         lost = ended.outcome == "failed" and not {*source.rank_map.workers}.issubset(here)
-        not_at_fault = lost or ended.generation == self._orphaned
+        at_fault = not lost and ended.generation != self._orphaned
         if ended.generation == self._overtaken:
             pass  # it did not fail: there was something more urgent
         elif request is not None and request.asked_for:
             stays = trains == source.rank_map  # else it has been granted
-            if not_at_fault and stays and request != self._again:
+            if not at_fault and stays and request != self._again:
                 self._again = request
                 self.queue.put_back(request)
         elif request is not None and request.origin in (GROWTH, IN_PLACE):
             self._pause_growing()
-        elif request is not None and request.without:
+        elif request is not None and request.without and at_fault:
             self.estimates.failed_leaves += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import FrameType
 
@@ -1461,6 +1461,13 @@ def four_that_train() -> Play:
     return play
 
 
+def goes_on_until(play: Play, reached: Callable[[], bool]) -> None:
+    for _ in range(300):
+        if not reached() and not play.go_on(draw=False):
+            play.train()
+    assert reached()
+
+
 @pytest.mark.parametrize("lost", [1, 2])
 def test_what_was_asked_for_has_one_more_turn_where_a_worker_was_lost_in_its_handoff(
     lost: int,
@@ -1470,11 +1477,7 @@ def test_what_was_asked_for_has_one_more_turn_where_a_worker_was_lost_in_its_han
     play.hear_pool()
     assert play.ask(m.ReplaceRequest(replace=3)).ok
     for worker in (1, 2)[:lost]:
-        for _ in range(300):
-            boots_or_idle = play.run.handoffs.attempt is None or play.run.handoffs.boots
-            if boots_or_idle and not play.go_on(draw=False):
-                play.train()
-        assert play.run.handoffs.describe().endswith("(PREPARE)")
+        goes_on_until(play, lambda: "(PREPARE)" in play.run.handoffs.describe())
         lose(play, worker)
     play.calm()
     outcomes = [row.outcome for row in play.watch.records if row.notice.startswith("replace")]
@@ -1483,6 +1486,28 @@ def test_what_was_asked_for_has_one_more_turn_where_a_worker_was_lost_in_its_han
     assert (3 in play.run.world.rank_map) == (lost == 2)
     assert not play.run.elastic.queue.waiting
     assert not [*differences(play.journal(), play.scene.new_run)]
+
+
+@pytest.mark.parametrize("coordinator", [False, True])
+def test_a_node_can_still_be_left_where_something_else_was_lost_on_the_way_off_it(
+    coordinator: bool,
+) -> None:
+    play = four_that_train()
+    play.grant(burst(4, 2))
+    play.hear_pool()
+    play.tell(NodeWarned(play.run.agents.node_of(3), "preempted", play.now_s, play.now_s + 1_000.0))
+    goes_on_until(play, lambda: "(PREPARE)" in play.run.handoffs.describe())
+    assert play.run.handoffs.request is not None
+    (stays, *_) = {0, 1, 2, 3} - {*play.run.handoffs.request.without}
+    if coordinator:
+        play.feed(e.TookOver(2, 7, "h"))
+        play.feed(e.Regained())
+        play.faults.planned.append((Phase.TRANSFER, Fault.VOTE_NO))
+    else:
+        lose(play, stays)
+    goes_on_until(play, lambda: len(play.watch.records) > 1)
+    assert play.watch.records[1].outcome == ("aborted" if coordinator else "failed")
+    assert play.run.elastic.estimates.failed_leaves == 0
 
 
 def test_who_did_not_answer_in_time_is_not_lost_a_second_time_as_it_ends() -> None:
