@@ -146,11 +146,10 @@ class Recoveries:
         now = self._now
         assert now is not None
         now.rounds += 1
-        present = set(self._agents.present())
         wanted = [*workers]
-        here = tuple(worker for worker in wanted if worker in present)
-        now.lost += [w for w in wanted if w not in present and w not in now.lingering]
+        here = tuple(filter(self._agents.agent_of, wanted))  # without those that were told to go
         now.held, now.awaited = dict.fromkeys(here, ()), {*here}
+        now.lost += [w for w in wanted if w not in now.held and w not in now.lingering]
         now.target = now.salvage = None
         if now.rounds > MOST_ROUNDS:
             self._give_up(f"it has begun {MOST_ROUNDS} times")

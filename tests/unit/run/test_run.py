@@ -947,6 +947,13 @@ def that_recovers(name: str = "snapshots", **policy: float) -> Play:
     return play
 
 
+def goes_on_until(play: Play, reached: Callable[[], bool]) -> None:
+    for _ in range(300):
+        if not reached() and not play.go_on(draw=False):
+            play.train()
+    assert reached()
+
+
 def lose(play: Play, worker: int) -> list[a.Action]:
     play.workers[worker].dead = True
     return play.feed(e.WorkerGone(worker, "signal 9"))
@@ -1122,6 +1129,19 @@ def test_a_survivor_without_a_seat_gives_and_sits_when_filling_begins_anew() -> 
     assert {*play.run.world.rank_map.workers} == {0, 1, 2} - {seats[0]}
     (row,) = recoveries(play)
     assert (row.lost, row.rounds, row.step) == (f"{seats[0]},3", 2, 2)
+
+
+def test_a_leaver_that_did_not_answer_is_not_asked_again() -> None:
+    play = that_has_replaced()
+    lose(play, 0)
+    goes_on_until(play, lambda: bool(play.run.recoveries._now and play.run.recoveries._now.target))
+    play.workers[1].mute = True
+    play.settle()
+    play.wait(DEADLINES["prepare_s"] + DEADLINES["transfer_s"] + 1.0)
+    sent = [each for _, _, done in play.entries for each in of(a.Send, done)]
+    halts = [each.workers for each in sent if isinstance(each.message, m.Halt)]  # type: ignore[attr-defined]
+    assert halts == [(2, 1), (2,)]
+    assert 1 in told_to_exit(play)
 
 
 def test_a_leaver_that_ends_early_costs_nothing() -> None:
@@ -1459,13 +1479,6 @@ def four_that_train() -> Play:
     assert play.run.world is not None
     assert play.run.world.rank_map.layout.workers == 4
     return play
-
-
-def goes_on_until(play: Play, reached: Callable[[], bool]) -> None:
-    for _ in range(300):
-        if not reached() and not play.go_on(draw=False):
-            play.train()
-    assert reached()
 
 
 @pytest.mark.parametrize("lost", [1, 2])
