@@ -94,17 +94,22 @@ def _preemption(order: Order) -> Result:
         )
     burst = order.slurm.burst
     name = burst.partition if burst else order.partition
+    asked = {part.partition or order.partition for part in order.slurm.components}
+    asked |= {name} if name else set()
+    reached = (one for names in asked for one in order.partitions_of(names))
+    if stopping := sorted({one.name for one in reached if "SUSPEND" in one.preempt_mode}):
+        return warned(
+            f"{', '.join(stopping)}: PreemptMode SUSPEND stops a job's processes where it preempts "
+            "it, without a warning; stopped for more than deadlines.collective_s, they are lost",
+            "ask for PreemptMode=REQUEUE or CANCEL on it, which have a grace time; else set "
+            "`snapshots`, or deadlines.collective_s above the longest suspension",
+        )
     if name is None:
         return passed(f"{kind}; no burst partition is named")
     preempting = [one for one in order.partitions_of(name) if one.preempt_mode != "OFF"]
     if not preempting:
         return passed(f"{kind}; jobs in {name} are never preempted (PreemptMode OFF)")
     mode, grace_s = preempting[0].preempt_mode, min(one.grace_s for one in preempting)
-    if any("SUSPEND" in one.preempt_mode for one in preempting):
-        return warned(
-            f"{name}: {mode} stops a job's processes where it preempts it, without a warning",
-            "ask for PreemptMode=REQUEUE or CANCEL on it, which have a grace time",
-        )
     if grace_s <= 0:
         return warned(
             f"{name} gives no grace time: its nodes are lost without a warning",

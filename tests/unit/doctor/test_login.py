@@ -36,6 +36,7 @@ PARTITIONS = """\
 PartitionName=stable GraceTime=0 MaxTime=UNLIMITED Nodes=n[1-3] PreemptMode=OFF PriorityTier=10
 PartitionName=spot GraceTime=30 MaxTime=UNLIMITED Nodes=n[1-3] PreemptMode=REQUEUE PriorityTier=1
 PartitionName=abrupt GraceTime=0 MaxTime=UNLIMITED Nodes=n[1-3] PreemptMode=CANCEL PriorityTier=1
+PartitionName=gang GraceTime=0 Nodes=n[1-3] PreemptMode=GANG,SUSPEND PriorityTier=1
 """
 
 
@@ -151,6 +152,12 @@ def test_a_partition_that_is_not_there(results: Any) -> None:
     ("config", "told"),
     [
         (cluster(burst={"partition": "abrupt", "max_nodes": 1}), "gives no grace time"),
+        (
+            cluster(
+                components=components(main="gang"), burst={"partition": "spot", "max_nodes": 1}
+            ),
+            "gang: PreemptMode SUSPEND stops a job's processes",
+        ),
         (
             cluster(components=components(main="stable", extra="spot")),
             "components extra are never preempted: main of the same job cannot be",
