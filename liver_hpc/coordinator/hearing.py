@@ -194,9 +194,10 @@ class Hearing:
                 log.info("worker %d on %s has booted: %s", worker, message.host, took)
                 self.feed(message, (worker, number))
             case m.Finished():
-                # What it has saved has come to something by then; nobody trains any more.
-                for event in self.checkpoints.settle(self.config.deadlines.boundary_s):
-                    self.feed(event)
+                # What all have saved has come to something by then; nobody trains any more.
+                if self._is_the_last(worker):
+                    for event in self.checkpoints.settle(self.config.deadlines.boundary_s):
+                        self.feed(event)
                 self.feed(message, (worker, number))
             case m.Saved() | m.Restored() | m.NotRestored():
                 self.feed(message, (worker, number))
@@ -205,6 +206,12 @@ class Hearing:
                 self.feed(message, (worker, number))
             case _:
                 self.feed(e.ShellFailed(f"worker {worker}: unexpected {message.type}"))
+
+    def _is_the_last(self, worker: int) -> bool:
+        """Whether all the others of the world that trains have finished."""
+        world = self.core.handoffs.committed_world or self.core.world
+        finished = {*self.core.agents.finished, worker}
+        return world is None or finished.issuperset(world.rank_map.workers)
 
     def look_at_the_away(self) -> None:
         """Gives up who has not called again in time, or never will."""

@@ -20,7 +20,7 @@ from liver_hpc.rendezvous.base import Identity
 from liver_hpc.rendezvous.channel import ChannelClosed, connect
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.events import CheckpointWritten, Resumed, StateRestored
-from liver_hpc.run.lifecycle import TRAINING
+from liver_hpc.run.lifecycle import STOPPING, TRAINING
 from liver_hpc.run.outcome import Outcome, WorldNote
 from tests.fakes import Fault
 from tests.unit.checkpoint.disk import scalar_state
@@ -242,7 +242,7 @@ def test_a_worker_that_is_lost_as_the_run_ends_does_not_make_it_begin_again(
 def test_a_slow_disk_holds_up_nothing_but_the_end_of_the_run(
     make: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last checkpoint has come to something before the run has ended."""
+    """The last checkpoint has come to something before the run has ended; it is waited for once."""
     run, goes_on = make(), threading.Event()
 
     def slow(_parts: object, step: int, *_of: object) -> CheckpointWritten:
@@ -256,8 +256,9 @@ def test_a_slow_disk_holds_up_nothing_but_the_end_of_the_run(
     assert run.status()["state"] == "training"
     for worker, played in run.cluster.workers.items():
         played.say([m.Finished(worker=worker, step=1)])
+    run.until(lambda: run.coordinator.core.state is STOPPING, "the first worker's end")
     time.sleep(0.3)
-    assert run.coordinator.core.state is TRAINING
+    assert run.coordinator.core.state is STOPPING
     goes_on.set()
     run.outcome()
     assert run.coordinator.core._checkpointed == (1, "a directory")
