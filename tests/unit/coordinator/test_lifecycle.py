@@ -20,7 +20,7 @@ from liver_hpc.rendezvous.base import Identity
 from liver_hpc.rendezvous.channel import ChannelClosed, connect
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.events import CheckpointWritten, Resumed, StateRestored
-from liver_hpc.run.lifecycle import STOPPING, TRAINING
+from liver_hpc.run.lifecycle import STOPPING
 from liver_hpc.run.outcome import Outcome, WorldNote
 from tests.fakes import Fault
 from tests.unit.checkpoint.disk import scalar_state
