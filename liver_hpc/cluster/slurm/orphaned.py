@@ -112,12 +112,15 @@ def _begin(command: Command, run: RunDirectory, epoch: int, limit: Deadline) -> 
     too."""
     pause = threading.Event()
     while not limit.expired():
-        srun = Child(command)
-        while srun.exit_code() is None:
-            pause.wait(1.0)  # it lasts for as long as the coordinator does
-        if newest_epoch(run.path) > epoch:
-            return
-        log.error("%s: exit code %s, see its log", command.name, srun.exit_code())
+        try:
+            srun = Child(command)
+            while srun.exit_code() is None:
+                pause.wait(1.0)  # it lasts for as long as the coordinator does
+            if newest_epoch(run.path) > epoch:
+                return
+            log.error("%s: exit code %s, see its log", command.name, srun.exit_code())
+        except (LiverError, OSError) as error:  # e.g. no memory for a process, or no directory
+            log.error("%s", error)
         pause.wait(min(_AGAIN_S, limit.remaining_s()))
 
 

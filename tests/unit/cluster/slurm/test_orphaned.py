@@ -6,7 +6,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -186,11 +186,14 @@ def het(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     run.note_job_id("77", run.path.name)
     note_environment(run, {**TOLD, "HOME": "/root", "SLURM_STEP_ID": "0"})
     claim_epoch(run.path)
-    return run
+    return RunDirectory(run.path.absolute())  # as threads outlive the test
 
 
 def test_the_first_agent_that_misses_the_coordinator_has_another_one_begin(
-    het: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    het: RunDirectory,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """In a step on its own node, of the component that this one is in; and no other agent does."""
     told = on_node(monkeypatch, tmp_path, "n9")
@@ -199,10 +202,16 @@ def test_the_first_agent_that_misses_the_coordinator_has_another_one_begin(
     words = told.read_text().split()
     assert {"--jobid=77", "--het-group=1", "--nodelist=n9", "--overlap"} <= {*words}
     assert "--gres=none" in words  # the workers of that node have its GPUs
-    assert words[-6:-1] == ["-m", "liver_hpc", "coordinate", "--script-lost", str(het.path)]
+    assert words[-6:-1] == ["-m", "liver_hpc", "coordinate", "--script-lost", str(het)]
     assert words[-1] == "liver-coordinator-2"  # who kills what the agent has started spares it
     told.unlink()
     _await(told)  # it did not begin
+    (log := het.path / "logs" / "srun-coordinator-2.log").unlink()
+    log.mkdir()
+    _await_that(lambda: str(log) in caplog.text)  # srun could not be started
+    log.rmdir()
+    told.unlink(missing_ok=True)
+    _await(told)
     on_node(monkeypatch, tmp_path, "n1")
     assert not begin_coordinator(het.path, 1)
     claim_epoch(het.path)
@@ -211,8 +220,12 @@ def test_the_first_agent_that_misses_the_coordinator_has_another_one_begin(
 
 
 def _await(path: Path) -> None:
+    _await_that(path.exists)
+
+
+def _await_that(condition: Callable[[], bool]) -> None:
     end_s = time.monotonic() + 10.0
-    while not path.exists():
+    while not condition():
         assert time.monotonic() < end_s
         time.sleep(0.01)
 
