@@ -217,7 +217,7 @@ def editor_schema() -> str:
         {"if": _recipe_is(GPT_RECIPE), "then": model},
     ]
     dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
-    whole = dialect | {"title": "a run file of liver_hpc"} | _untitled(schema | {"$defs": known})
+    whole = dialect | {"title": "a run file of liver_hpc"} | _trimmed(schema | {"$defs": known})
     return json.dumps(whole, indent=1)
 
 
@@ -240,11 +240,14 @@ def _describe(path: str, section: Schema, known: Schema, comments: Comments) -> 
             _describe(f"{place}.", nested, known, comments)
 
 
-def _untitled(value: Any) -> Any:
-    """Without the names that pydantic makes up for each key."""
+def _trimmed(value: Any) -> Any:
+    """Without the names that pydantic makes up for each key, and a section's default: each of its
+    keys has its own."""
     if isinstance(value, list):
-        return [*map(_untitled, value)]
+        return [*map(_trimmed, value)]
     if not isinstance(value, dict):
         return value
     kept = {k: v for k, v in value.items() if k != "title" or not isinstance(v, str)}
-    return {key: _untitled(inner) for key, inner in kept.items()}
+    if "$ref" in kept:
+        kept.pop("default", None)
+    return {key: _trimmed(inner) for key, inner in kept.items()}
