@@ -221,20 +221,6 @@ def test_checkpoints_and_handoffs_at_the_same_boundaries(tmp_path: Path) -> None
 
 @pytest.mark.long
 @pytest.mark.usefixtures("unhurried_steps")
-def test_a_worker_killed_while_it_writes_leaves_the_checkpoint_before(
-    tmp_path: Path, quiet: RunRecords, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From which the same job begins again."""
-    monkeypatch.setenv("LIVER_TEST_DIES_WRITING", "1:8")
-    run = start(short_run(tmp_path, recipe=FAULTY, checkpoint={"every_steps": 4}))
-    records = finish(run)
-    assert [r.step for r in records.steps] == [*range(8), *range(4, STEPS)]
-    assert by_step(records) == by_step(quiet)[:STEPS]
-    assert "goes on from step 4" in (run.path / "logs/coordinator.log").read_text()
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("unhurried_steps")
 def test_a_worker_lost_while_it_writes_costs_that_checkpoint_and_no_restart(
     tmp_path: Path, quiet: RunRecords, monkeypatch: pytest.MonkeyPatch
 ) -> None:

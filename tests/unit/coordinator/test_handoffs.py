@@ -164,14 +164,6 @@ def test_a_failing_joiner_costs_only_the_attempt(make: Start, phase: Phase, faul
         assert not aborts & commits
 
 
-def test_a_wrong_digest_of_a_source_worker_aborts(make: Start) -> None:
-    run = make()
-    run.cluster.faults.fail_at(0, Phase.TRANSFER, Fault.WRONG_DIGEST)
-    run.resize("tp=2,dp=2")
-    assert "digests differ; parameter from worker 0" in run.record(0).detail
-    assert run.status()["state"] == "training"
-
-
 class Ahead(SystemClock):
     def now_s(self) -> float:
         return super().now_s() + 10_000.0
@@ -187,17 +179,6 @@ def test_no_deadline_passes_while_the_coordinator_stands_still(make: Start) -> N
     let_go(run)
     run.cluster.train(2)
     assert run.record(0).outcome == "completed"
-
-
-@pytest.mark.parametrize("phase", [Phase.PREPARE, Phase.ARMED, Phase.TRANSFER])
-def test_a_lost_source_worker_fails_the_run_and_is_named(make: Start, phase: Phase) -> None:
-    run = make()
-    run.cluster.faults.fail_at(1, phase)
-    run.resize("tp=2,dp=2")
-    outcome = run.outcome()
-    assert outcome.state == "failed"
-    assert "worker 1 lost" in outcome.reason
-    assert run.record(0).outcome == "failed"
 
 
 def test_a_worker_lost_between_handoffs_fails_the_run(make: Start) -> None:
@@ -233,21 +214,11 @@ def test_a_silent_worker_is_lost(make: Start) -> None:
     assert outcome.reason == "worker 1 lost: silent for 1 s"
 
 
-@pytest.mark.parametrize(
-    ("phase", "limits", "wanted"),
-    [
-        (Phase.BOOT, {"boot_s": 0.7, "meet_s": 0.3}, "BOOT: waited 1 s for Hello of 1 of 2"),
-        (Phase.PREPARE, {"prepare_s": 1.0}, "PREPARE: waited 1 s for Prepared of workers [3]"),
-        (Phase.TRANSFER, {"transfer_s": 1.0}, "TRANSFER: waited 1 s for Vote of workers [3]"),
-    ],
-)
-def test_a_silent_joiner_costs_only_the_attempt(
-    make: Start, phase: Phase, limits: dict[str, float], wanted: str
-) -> None:
-    run = make(deadlines={**limits, "exit_s": 0.2})
-    run.cluster.faults.fail_at(3, phase, Fault.SILENT)
+def test_a_silent_joiner_costs_only_the_attempt(make: Start) -> None:
+    run = make(deadlines={"prepare_s": 1.0, "exit_s": 0.2})
+    run.cluster.faults.fail_at(3, Phase.PREPARE, Fault.SILENT)
     run.resize("tp=2,dp=2")
-    assert wanted in run.record(0).detail
+    assert "PREPARE: waited 1 s for Prepared of workers [3]" in run.record(0).detail
     assert run.resize("tp=2,dp=2").ok
     assert run.record(1).detail == ""
 
@@ -283,27 +254,6 @@ def test_an_agent_that_is_long_about_ending_a_boot_keeps_the_workers_that_train(
     assert run.cluster.launcher.alive("a0")
     assert run.resize("tp=2,dp=2").ok
     assert run.record(1).detail == ""
-
-
-def test_workers_that_do_not_reach_the_boundary_cost_only_the_attempt(make: Start) -> None:
-    run = make(deadlines={"boundary_s": 1.0})
-    for worker in range(4):
-        run.cluster.faults.fail_at(worker, Phase.ARMED, Fault.SILENT)
-    run.resize("tp=2,dp=2")
-    run.reach(Phase.ARMED)
-    run.silent(0, 1)
-    for worker in (0, 1):
-        run.cluster.workers[worker].script.mute = False
-    assert "ARMED: waited 1 s for AtBoundary of workers [0, 1]" in run.record(0).detail
-
-
-def test_a_target_worker_without_a_first_step_fails_the_run(make: Start) -> None:
-    run = make(deadlines={"release_s": 0.3})
-    run.cluster.faults.fail_at(2, Phase.RELEASE, Fault.SILENT)
-    run.resize("tp=2,dp=2")
-    outcome = run.outcome()
-    assert outcome.state == "failed"
-    assert "RELEASE: waited 0.3 s for FirstStep of workers [2]" in outcome.reason
 
 
 def test_an_agent_that_dies_in_boot_costs_only_the_attempt(make: Start) -> None:

@@ -127,30 +127,6 @@ def test_a_window_that_turns_out_shorter_is_not_spent_on_joiners(make: Start) ->
     assert run.coordinator.core.elastic.estimates.failed_leaves == 0
 
 
-def test_a_window_that_is_too_short_is_said_and_the_fastest_way_is_taken(make: Start) -> None:
-    run = grown(make)
-    run.cluster.pool.warn("burst3", window_s=0.001)
-    run.record(1)
-    run.until(lambda: len(run.metrics.notices) == 3, "the notice")
-    assert "for a window of 0.0 s" in run.metrics.notices[2].action
-    assert run.metrics.notices[2].outcome == "late"
-
-
-def test_a_drained_node_that_nobody_takes_is_kept_where_there_is_no_other(make: Start) -> None:
-    run = on_two_nodes(make, layouts={2: [{"dp": 2}], 4: [{"dp": 4}]})
-    run.cluster.pool.warn("n2", "drained")
-    run.until(lambda: "to be left: drained" in str(run.status()["nodes"]), "the warning")
-    run.cluster.train(2)
-    run.until(lambda: run.status()["step"] == 2, "training to go on")
-    assert run.status()["state"] == "training"
-    run.cluster.pool.grant(burst(3))  # somewhere to go
-    assert run.record(0).outcome == "completed"
-    assert {run.coordinator.core.agents.node_of(w) for w in run.status()["workers"]} == {
-        "n1",
-        "burst3",
-    }
-
-
 def test_a_spare_component_is_joined_when_asked_and_left_again(make: Start) -> None:
     run = on_two_nodes(make, SPARE)
     run.cluster.train(1)
