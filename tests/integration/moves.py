@@ -16,9 +16,11 @@ from tests.integration.worlds import Case, begin_at, connected, move, recipe_of,
 STEPS_EACH = 2
 
 
-def moved_along(process: WorkerProcess, case: Case, chain: Sequence[str]) -> dict[str, Any]:
-    """Trains in one layout after the other; digests on both sides of every move, and the persistent
-    buffers at the end."""
+def moved_along(
+    process: WorkerProcess, case: Case, chain: Sequence[str], steps: Sequence[range]
+) -> dict[str, Any]:
+    """Trains in one layout after the other, its steps in each; digests on both sides of every move,
+    and the persistent buffers at the end."""
     from liver_hpc.world.groups import install_sentinel
     from liver_hpc.world.world import World
     from tests.integration.toys import derived
@@ -45,10 +47,9 @@ def moved_along(process: WorkerProcess, case: Case, chain: Sequence[str]) -> dic
             )
         if old is not None:
             old.close()
-        first = number * STEPS_EACH
         if new is not None:
-            begin_at(new, first)
-            answer["course"] += train(new, range(first, first + STEPS_EACH))
+            begin_at(new, steps[number].start)
+            answer["course"] += train(new, steps[number])
             new.settle()
             answer["buffers"] = [place.tensor.tolist() for place in new._buffers.values()]
         old = new
@@ -68,15 +69,16 @@ def stayed(process: WorkerProcess, case: Case, steps: int) -> dict[str, Any]:
 
 
 def moved_and_stayed(
-    case: Case, chain: Sequence[str], tmp_path: Path
+    case: Case, chain: Sequence[str], tmp_path: Path, steps: Sequence[range] = ()
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Of a run through a chain of layouts, and of one that stays in the case's: the courses and
-    buffers. The state of both sides of each move is equal by digest."""
+    buffers. The state of both sides of each move is equal by digest. steps: of each layout, from 0
+    on; by default as many in each."""
     (tmp_path / "stay").mkdir()
-    steps = STEPS_EACH * len(chain)
+    steps = steps or [range(STEPS_EACH * n, STEPS_EACH * (n + 1)) for n in range(len(chain))]
     workers = max(Layout.parse(layout).workers for layout in chain)
-    (stay,) = run_workers(stayed, 1, tmp_path / "stay", case, steps)
-    answers = run_workers(moved_along, workers, tmp_path, case, chain)
+    (stay,) = run_workers(stayed, 1, tmp_path / "stay", case, steps[-1].stop)
+    answers = run_workers(moved_along, workers, tmp_path, case, chain, steps)
     for number, (before, after) in enumerate(itertools.pairwise(chain)):
         sides = [
             Side(

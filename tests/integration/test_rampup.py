@@ -12,15 +12,14 @@ from liver_hpc.checkpoint.torch_dist.contents import read_contents
 from liver_hpc.config.megatron_checkpoint import TRACKER_FILE
 from liver_hpc.config.schema import TrainSection
 from liver_hpc.errors import ConfigError
-from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.ramp import batch_of, samples_before, stretches
 from liver_hpc.report.store import RunRecords
 from tests.integration.elastic import elastic_run, losses
-from tests.integration.processes import WorkerProcess, run_workers
+from tests.integration.moves import moved_and_stayed
 from tests.integration.random_tokens import RandomTokenGPT
 from tests.integration.runs import finish, run_config, start, worst_difference
 from tests.integration.test_checkpoint import by_step, checkpoint_of, go_on, stop_with_checkpoint
-from tests.integration.worlds import Case, apart, begin_at, connected, move, recipe_of, train
+from tests.integration.worlds import Case, apart, recipe_of
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -48,38 +47,6 @@ WITHOUT_TP = [
 ]
 
 
-def moving(
-    process: WorkerProcess, courses: list[list[tuple[str, range]]], model: dict[str, Any]
-) -> list[Any]:
-    """Loss and gradient norm of each step of some courses through layouts, as worker 0 has them."""
-    from tests.integration.toys import derived
-
-    found = []
-    for course, parts in enumerate(courses):
-        losses, old = list[tuple[float, float]](), None
-        recipe = recipe_of(Case(parts[0][0], model, TRAIN), process.worker)
-        recipe.spec = derived(recipe, *(layout for layout, _ in parts))
-        for number, (layout, steps) in enumerate(parts):
-            generation = 10 * course + number
-            world_of = connected(process, recipe, layout, generation)
-            world = world_of.__enter__()
-            sizes = Layout.parse(layout)
-            rank_map = RankMap(sizes, tuple(range(sizes.workers)))
-            if old is not None:
-                before, worlds_map, closing = old
-                maps = (worlds_map, rank_map)
-                move(process, recipe, (before, world), maps, f"move-{generation}")
-                closing.__exit__(None, None, None)
-            if world is not None:
-                begin_at(world, steps.start)
-                losses += train(world, steps)
-            old = (world, rank_map, world_of)
-        assert old is not None
-        old[2].__exit__(None, None, None)
-        found.append(losses)
-    return found
-
-
 @pytest.mark.parametrize(
     ("course", "model"),
     [(FORTH, {}), (BACK, {}), (WITHOUT_TP, DROPOUT)],
@@ -91,9 +58,10 @@ def test_a_course_through_layouts_trains_as_one_that_stays(
     """Some of its batches are shared unevenly."""
     section = TrainSection.model_validate(TRAIN)
     assert [batch_of(section, step) for step in range(8)] == BATCHES
-    stays, moves = run_workers(moving, 4, tmp_path, [[("dp1", range(8))], course], model)[0]
-    assert len(stays) == len(moves) == 8
-    assert apart(moves, stays) <= EQUAL
+    layouts, steps = zip(*course, strict=True)
+    moved, stay = moved_and_stayed(Case("dp1", model, TRAIN), layouts, tmp_path, steps)
+    assert len(stay["course"]) == 8
+    assert apart(moved["course"], stay["course"]) <= EQUAL
 
 
 def test_a_recipe_that_gives_another_number_of_samples_is_told(device: Any) -> None:

@@ -11,7 +11,7 @@ from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol.votes import Side, disagreements
 from tests.integration.processes import WorkerProcess, run_workers
 from tests.integration.random_tokens import tiny_recipe
-from tests.integration.worlds import begin_at, move
+from tests.integration.worlds import begin_at, move, train
 
 A = RankMap(Layout(1, 1, 2), (0, 1))
 B = RankMap(Layout(2, 1, 2), (2, 0, 1, 3))
@@ -112,13 +112,7 @@ def check_there_and_back(answers: list[dict[str, Any]]) -> None:
         assert not disagreements(Side("A", A, source), Side(name, rank_maps[name], target))
 
 
-def _steps(world: Any, steps: range) -> list[Any]:
-    from liver_hpc.world.steps import Flags
-
-    return [world.agree(*world.train_step(step), Flags()) for step in steps]
-
-
-def _train_on(process: WorkerProcess, move: bool) -> list[tuple[float, float]]:
+def _train_on(process: WorkerProcess, move: bool) -> list[tuple[float, ...]]:
     """8 steps of dp2; with `move` the last 4 on two other processes."""
     recipe = tiny_recipe(dropout=0.1)
     old = _make_world(process, recipe, A, 0)
@@ -126,13 +120,13 @@ def _train_on(process: WorkerProcess, move: bool) -> list[tuple[float, float]]:
     results = []
     if old is not None:
         old.state.initialize(recipe.initial, seed=3)
-        results = _steps(old, range(4))
+        results = train(old, range(4))
     if move:
         _move(process, recipe, (old, new), "A>M")
     survivor = new if move else old
     if survivor is not None:
-        results = _steps(survivor, range(4, 8))
-    return [(result.loss, result.grad_norm) for result in results]
+        results = train(survivor, range(4, 8))
+    return results
 
 
 @pytest.mark.timeout(200)

@@ -12,12 +12,10 @@ from unittest import mock
 import pytest
 
 from liver_hpc.layout.batch import share_of
-from liver_hpc.layout.coordinates import Layout, RankMap
+from liver_hpc.layout.coordinates import Layout
 from tests.integration.processes import WorkerProcess, run_workers
-from tests.integration.random_tokens import RandomTokenGPT, tiny_recipe
-from tests.integration.runs import worst_difference
 from tests.integration.telling import TellingGPT
-from tests.integration.worlds import Case, connected, recipe_of
+from tests.integration.worlds import Case, apart, connected, recipe_of, train_cases
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -25,55 +23,21 @@ STEPS = 6
 EQUAL = 1e-5
 """How far apart losses and gradient norms may be, relatively."""
 
-Losses = list[tuple[float, float]]
 
-
-def batched(recipe: RandomTokenGPT, global_batch: int) -> RandomTokenGPT:
-    """The recipe with so many micro-batches of one sample."""
-    train = recipe.config.train.model_copy(update={"global_batch": global_batch})
-    recipe.config = recipe.config.model_copy(update={"train": train})
-    return recipe
-
-
-def trained(
-    process: WorkerProcess, layouts: list[str], global_batch: int, model: dict[str, Any]
-) -> list[Losses | None]:
-    """Loss and gradient norm of each step in one layout after the other; None where this worker
-    has no seat."""
-    from liver_hpc.world.steps import Flags
-    from liver_hpc.world.world import World
-
-    found: list[Losses | None] = []
-    for generation, text in enumerate(layouts):
-        layout = Layout.parse(text)
-        if process.worker >= layout.workers:
-            found.append(None)
-            continue
-        recipe = batched(tiny_recipe(**model), global_batch)
-        rank_map = RankMap(layout, tuple(range(layout.workers)))
-        world = World(recipe, rank_map, process.worker, generation, process.device)
-        world.book.connect(process.network, process.store, 60.0)
-        world.state.initialize(recipe.initial, seed=3)
-        steps = []
-        for step in range(STEPS):
-            result = world.agree(*world.train_step(step), Flags())
-            steps.append((result.loss, result.grad_norm))
-        world.close()
-        found.append(steps)
-    return found
+def cases(layouts: list[str], global_batch: int, **model: Any) -> list[Case]:
+    return [Case(layout, model, {"global_batch": global_batch}, steps=STEPS) for layout in layouts]
 
 
 def check_equal(layouts: list[str], tmp_path: Path, global_batch: int, **model: Any) -> None:
     """Every layout, on each of its workers, trains as the first one does."""
-    workers = max(Layout.parse(layout).workers for layout in layouts)
-    answers = run_workers(trained, workers, tmp_path, layouts, global_batch, model)
+    seated = [Layout.parse(layout).workers for layout in layouts]
+    answers = run_workers(train_cases, max(seated), tmp_path, cases(layouts, global_batch, **model))
     wanted = answers[0][0]
     assert len(wanted) == STEPS
     assert wanted[-1][0] < wanted[0][0]
     for number, layout in enumerate(layouts):
-        seated = Layout.parse(layout).workers
-        for answer in answers[:seated]:
-            assert worst_difference(answer[number], wanted) <= EQUAL, layout
+        for answer in answers[: seated[number]]:
+            assert apart(answer[number], wanted) <= EQUAL, layout
 
 
 def test_seven_of_eight_workers_train_as_eight_do(tmp_path: Path) -> None:
@@ -94,21 +58,21 @@ def test_pipelines_that_do_not_divide_the_layers_train_as_one_stage_does(tmp_pat
     check_equal(layouts, tmp_path, 4, layers=3, vocab_size=512, tied_embeddings=False)
 
 
-def unweighed(process: WorkerProcess, *arguments: Any) -> list[Losses | None]:
+def unweighed(process: WorkerProcess, of: list[Case]) -> list[Any]:
     """As Megatron alone has it: the mean over a rank's own micro-batches, then over ranks."""
 
-    def share(*of: Any) -> Any:
-        return share_of(*of)._replace(weight=1.0)
+    def share(*arguments: Any) -> Any:
+        return share_of(*arguments)._replace(weight=1.0)
 
     with mock.patch("liver_hpc.world.batches.share_of", share):
-        return trained(process, *arguments)
+        return train_cases(process, of)
 
 
 def test_without_their_weights_uneven_batches_would_give_another_gradient(tmp_path: Path) -> None:
-    answers = run_workers(unweighed, 3, tmp_path, ["dp1", "dp3"], 4, {})
+    answers = run_workers(unweighed, 3, tmp_path, cases(["dp1", "dp3"], 4))
     alone, shared = answers[0]
     assert shared[0][0] == pytest.approx(alone[0][0], rel=EQUAL)  # losses are counted one by one
-    assert worst_difference(shared[:1], alone[:1]) > 1e-3
+    assert apart(shared[:1], alone[:1]) > 1e-3
 
 
 def metrics_of(process: WorkerProcess, layouts: list[str]) -> list[list[dict[str, float]]]:
