@@ -26,7 +26,6 @@ from benchmarks.harness import (
 )
 from benchmarks.models import MODEL_100M, text_data
 from benchmarks.steady_state.sides import (
-    InstructionCounter,
     LiverRun,
     PlainLoop,
     Side,
@@ -89,15 +88,12 @@ ON_A_GPU = Effort(
 
 @dataclass(frozen=True)
 class Block:
-    """What one side did while the other was stopped. steps: those that lie in it as a whole.
-    why_not: why there are no instructions."""
+    """What one side did while the other was stopped. steps: those that lie in it as a whole."""
 
     period_s: float
     steps: int
     all_steps: int
     cpu_s: float
-    instructions: int | None
-    why_not: str
 
     def a_step(self, total: float) -> float:
         """NaN without a step."""
@@ -170,12 +166,10 @@ def _config(effort: Effort, directory: Path) -> RunConfig:
 def _block(side: Side, block_s: float) -> Block:
     """Lets one side train for a while."""
     before, cpu_before_s = len(side.steps()), side.cpu_s()
-    counter = InstructionCounter(side.processes())
     side.resume()
     began_s = wait_s(block_s)
     side.pause()
     ended_s = time.time()
-    instructions = counter.read()
     steps = side.steps()
     periods_s = periods(steps, began_s, ended_s)
     return Block(
@@ -183,8 +177,6 @@ def _block(side: Side, block_s: float) -> Block:
         steps=len(periods_s),
         all_steps=len(steps) - before,
         cpu_s=side.cpu_s() - cpu_before_s,
-        instructions=instructions,
-        why_not=counter.why_not,
     )
 
 
@@ -212,15 +204,6 @@ def _result(
         "cpu_overhead_percent": pairs_percent(blocks, lambda block: block.a_step(block.cpu_s)),
         **interference(handoffs),
     }
-    method = dict(METHOD)
-    why_not = next((one.why_not for side in blocks.values() for one in side if one.why_not), "")
-    if why_not:
-        method["instructions"] = f"not counted here: {why_not}"
-    else:
-        spread["instructions_overhead_percent"] = pairs_percent(
-            blocks, lambda block: block.a_step(block.instructions or 0)
-        )
-        method["instructions"] = "in user space, all processes of a side, by perf, a step"
     figures = {name: each.median for name, each in spread.items()}
     figures["loss_difference"] = difference
     rows = [
@@ -238,7 +221,7 @@ def _result(
         "steady_state",
         figures,
         rows,
-        method=method,
+        method=METHOD,
         spread=spread,
         repeats=spread["overhead_percent"].count,
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import signal
-import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -139,45 +138,6 @@ class PlainLoop(Side):
         for rank in self._ranks:
             rank.kill()
             rank.join()
-
-
-class InstructionCounter:
-    """Instructions in user space that some processes execute, counted by perf from outside.
-
-    `read` gives None where perf or the processor's counters are not to be had (in most virtual
-    machines); `why_not` then says why.
-    """
-
-    def __init__(self, processes: Sequence[psutil.Process]) -> None:
-        self.why_not = ""
-        self._perf: subprocess.Popen[str] | None = None
-        command = ["perf", "stat", "-x", ",", "-e", "instructions:u", "-p"]
-        try:
-            self._perf = subprocess.Popen(
-                [*command, ",".join(str(process.pid) for process in processes)],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        except FileNotFoundError:
-            self.why_not = "perf is not installed"
-
-    def read(self) -> int | None:
-        """Ends the counting."""
-        if self._perf is None:
-            return None
-        self._perf.send_signal(signal.SIGINT)
-        try:
-            _, text = self._perf.communicate(timeout=10.0)
-        except subprocess.TimeoutExpired:
-            self._perf.kill()
-            text = self._perf.communicate()[1]
-        for line in text.splitlines():
-            value, _, rest = line.partition(",")
-            if "instructions" in rest and value.isdigit():
-                return int(value)
-        self.why_not = text.strip().splitlines()[0] if text.strip() else "no count"
-        return None
 
 
 def wait_s(seconds: float) -> float:

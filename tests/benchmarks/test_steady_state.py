@@ -30,7 +30,7 @@ def test_only_steps_that_lie_in_the_block_count() -> None:
 
 
 def block(cpu_s: float, steps: int = 10) -> Block:
-    return Block(1.0, steps, steps, cpu_s, None, "")
+    return Block(1.0, steps, steps, cpu_s)
 
 
 def test_overhead_is_the_median_of_pairs() -> None:
