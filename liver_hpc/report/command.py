@@ -23,7 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--png", type=Path, metavar="DIR", help="write its plots there")
     parser.add_argument("--hdf5", type=Path, metavar="FILE", help="write what was recorded there")
     parser.add_argument(
-        "--baselines", type=Path, metavar="FILE", help="compare with a benchmark's result (JSON)"
+        "--baselines", type=Path, metavar="FILE", help="also draw a benchmark's result (JSON)"
     )
     parser.add_argument(
         "--trace",
@@ -78,7 +78,7 @@ def draw(
     records: RunRecords, html: Path | None, png: Path | None, baselines: Path | None = None
 ) -> None:
     """Writes the page `html` and the drawings into the directory `png`, as far as they are wanted.
-    baselines: a benchmark's result to compare with.
+    baselines: a benchmark's result to draw beside the run.
 
     Raises ConfigError for a result that is none, and for a place that cannot be written to.
     """

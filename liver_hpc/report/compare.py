@@ -1,5 +1,5 @@
-"""What live handoffs and restarts from a checkpoint cost, side by side: from a run's own records,
-or from the result of a benchmark."""
+"""What live handoffs and restarts from a checkpoint cost, side by side, from the result of a
+benchmark; or restarts alone, from the records of a benchmark's job."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from liver_hpc.errors import ConfigError
-from liver_hpc.report.derive import RunFigures
 from liver_hpc.report.wording import layout_text
-from liver_hpc.run.records import BaselineRecord, ReconfigurationRecord, RunRecords
+from liver_hpc.run.records import RunRecords
 
 LIVE = "live"
 _GROUPED_BY = ("model", "size", "state", "variant", "transition", "source", "target")
@@ -38,16 +37,16 @@ def speedup(methods: Mapping[str, Sequence[float]]) -> float:
     return min(others) / min(live) if live and others and min(live) > 0 else math.nan
 
 
-def of_run(figures: RunFigures, records: RunRecords) -> Comparisons:
-    """For each change that a restart was measured of: it, and the run's handoffs that did it."""
-    restarts = [
-        (_change(each), each.method, each.lost_s if math.isfinite(each.lost_s) else each.total_s)
+def of_run(records: RunRecords) -> Comparisons:
+    """The restarts of a benchmark's job; no other run has any that were measured."""
+    return _comparisons(
+        (
+            f"{layout_text(each.source)} \u2192 {layout_text(each.target)}",
+            each.method,
+            each.lost_s if math.isfinite(each.lost_s) else each.total_s,
+        )
         for each in records.baselines
-    ]
-    changes = {change for change, _, lost_s in restarts if math.isfinite(lost_s)}
-    done = [attempt for attempt in figures.reconfigurations if attempt.completed]
-    live = [(_change(each), LIVE, each.cost_s) for each in done if _change(each) in changes]
-    return _comparisons(restarts + live)
+    )
 
 
 def of_benchmark(path: Path) -> Comparisons:
@@ -94,7 +93,3 @@ def _comparisons(measured: Iterable[tuple[str, str, float]]) -> Comparisons:
         change: {method: cost_s for method, cost_s in methods.items() if cost_s}
         for change, methods in found.items()
     }
-
-
-def _change(record: BaselineRecord | ReconfigurationRecord) -> str:
-    return f"{layout_text(record.source)} \u2192 {layout_text(record.target)}"

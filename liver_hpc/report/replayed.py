@@ -88,7 +88,7 @@ def measured(figures: RunFigures, records: RunRecords) -> Measured:
         raise ConfigError("--trace wants a run with a completed handoff: its costs are taken")
     growing = [each for each in done if _growth(each) > 0]
     shrinking = [each for each in done if _growth(each) <= 0]
-    restart_s, restart_is = _restart(figures, records)
+    restart_s, restart_is = _restart(records)
     rates: dict[int, list[float]] = defaultdict(list)
     for world in figures.generations:
         if world.layout and math.isfinite(world.tokens_per_s):
@@ -114,13 +114,8 @@ def _median(attempts: Sequence[ReconfigurationFigures]) -> Cost:
     return Cost(lost_s, max(lost_s, busy_s))
 
 
-def _restart(figures: RunFigures, records: RunRecords) -> tuple[float, str]:
+def _restart(records: RunRecords) -> tuple[float, str]:
     """What of it the run has measured; steps since the last checkpoint are in none of it."""
-    baselines = [
-        each.lost_s if math.isfinite(each.lost_s) else each.total_s for each in records.baselines
-    ]
-    if known := [seconds for seconds in baselines if math.isfinite(seconds)]:
-        return statistics.median(known), "the median of the restarts that were measured beside it"
     if gaps_s := _gaps_s(records):
         return statistics.median(gaps_s), "the median of its own restarts, while nodes were held"
     granted_s = min((each.granted_s for each in records.holdings), default=math.nan)

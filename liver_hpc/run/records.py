@@ -316,7 +316,7 @@ class NetworkRecord:
 
 @dataclass(frozen=True)
 class BaselineRecord:
-    """One checkpoint/restart measurement; every phase in seconds.
+    """One checkpoint/restart measurement, of a benchmark's job; every phase in seconds.
 
     method: how it was stopped and started. source, target: the layout. save_s: writing the
     checkpoint. stop_s: until the last process had ended. launch_s: until the new ones ran.

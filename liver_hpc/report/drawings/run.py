@@ -22,9 +22,9 @@ def drawings(
 ) -> dict[str, Figure]:
     """By name: training, nodes and baselines where there is something to show, and handoff-N for
     each generation N that workers' phases are known of, MOST_HANDOFFS at the most. comparisons: of
-    a benchmark, else those of the run."""
+    a benchmark, else the restarts of the run, where that is a benchmark's."""
     times = training.timeline(records, figures.reconfigurations)
-    comparisons = comparisons or of_run(figures, records)
+    comparisons = comparisons or of_run(records)
     with styled():
         found = {"training": training.draw(figures, times)}
         if figures.notices:

@@ -10,24 +10,18 @@ import pytest
 
 from liver_hpc.errors import ConfigError
 from liver_hpc.report.compare import of_benchmark, of_run, speedup
-from liver_hpc.report.derive import run_figures
 from liver_hpc.run.records import RunRecords
-from tests.unit.report.rows import baseline, reconfiguration, step
+from tests.unit.report.rows import baseline
 
 
-def test_a_run_s_handoffs_stand_beside_the_restarts_of_the_same_change() -> None:
-    steps = [step(n, generation=1) for n in range(4)]
-    times = {"source_last_step_ended_s": 100.0, "first_step_ended_s": 101.5}
+def test_restarts_of_a_job_are_put_together_by_method() -> None:
     baselines = [baseline(), baseline(lost_s=10.0), baseline(method="old", lost_s=math.nan)]
-    records = RunRecords(steps, [reconfiguration(**times)], baselines, {})
-    ((change, methods),) = of_run(run_figures(records), records).items()
+    ((change, methods),) = of_run(RunRecords([], [], baselines, {})).items()
     assert change == "dp2 \u2192 tp2 dp2"
     assert list(methods.items()) == [
-        ("live", [0.5]),
         ("dist_checkpointing", [9.0, 10.0]),
         ("old", [10.0]),  # of a file that knows the total only
     ]
-    assert speedup(methods) == pytest.approx(19.0)
 
 
 def test_a_benchmark_s_samples_are_grouped_by_what_was_changed(tmp_path: Path) -> None:

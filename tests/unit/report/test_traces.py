@@ -22,7 +22,7 @@ from liver_hpc.report.traces import (
 )
 from liver_hpc.run.records import HoldingRecord, RunRecords
 from tests.unit.report.journals import write_journal
-from tests.unit.report.rows import baseline, reconfiguration, step
+from tests.unit.report.rows import reconfiguration, step
 
 QUICK = Strategy("quick", lambda before, after: Cost(1.0, 10.0), late=Cost(30.0, 30.0))
 
@@ -104,20 +104,23 @@ def test_a_trace_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def records() -> RunRecords:
-    """A handoff from 2 workers to 4 that has lost half a second; they are twice as fast."""
+    """A handoff from 2 workers to 4 that has lost half a second; they are twice as fast. It began
+    11 s after its node had come."""
     steps = [step(i) for i in range(10)]
     steps += [step(10, generation=1, phase="first", started_s=110.5)]
     steps += [step(11 + i, generation=1, started_s=111.5 + i / 2, took_s=0.5) for i in range(9)]
     attempt = reconfiguration(
         notice_s=105.0, source_last_step_ended_s=110.0, first_step_ended_s=111.0
     )
-    return RunRecords(steps, [attempt], [baseline(lost_s=11.0)], {})
+    holding = HoldingRecord("n1", "main", "", 4, 89.0, math.nan)
+    return RunRecords(steps, [attempt], [], {}, holdings=[holding])
 
 
 def test_strategies_are_judged_by_the_runs_own_costs(tmp_path: Path) -> None:
     found = compared(written(tmp_path, GOOD), records())
     assert found["grow"] == {"lost_s": pytest.approx(0.5), "busy_s": pytest.approx(6.0)}
     assert found["restart"]["lost_s"] == 11.0
+    assert "its start" in found["restart_is"]
     assert found["tokens_per_s"] == {2: 512.0, 4: 1024.0}
     live, restart, stable = found["strategies"]
     assert [each["strategy"] for each in (live, restart, stable)] == [LIVE, RESTART, STABLE]
@@ -134,7 +137,7 @@ def test_a_wait_for_nodes_is_no_part_of_a_restart(
     """The job was queued again: its node went 5 s after the last step, and came 10 s before the
     next one."""
     run = records()
-    run.baselines.clear()
+    run.holdings.clear()
     run.steps.append(step(20, generation=3, started_s=run.steps[-1].ended_s + 3580.0))
     times = [(90.0, run.steps[-2].ended_s + 5.0), (run.steps[-1].started_s - 10.0, math.nan)]
     run.holdings.extend(HoldingRecord("n1", "main", "", 4, *each) for each in times if known)
@@ -144,7 +147,9 @@ def test_a_wait_for_nodes_is_no_part_of_a_restart(
 
 
 def test_it_is_printed_and_in_the_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_journal(tmp_path, records())
+    run = records()
+    run.steps.append(step(20, generation=3, started_s=130.0))
+    write_journal(tmp_path, run)
     trace = written(tmp_path, GOOD)
     show(tmp_path, trace=trace)
     printed = capsys.readouterr().out
