@@ -119,8 +119,10 @@ class MpiProcess(Child):
 
     def _release(self) -> None:
         super()._release()
-        # It may have been killed before it could take the name away itself.
-        self._segment.unlink(missing_ok=True)
+        # It may have been killed before it could take the name away itself. Where it has, another
+        # user may have taken the name since.
+        with contextlib.suppress(OSError):
+            self._segment.unlink()
 
     def _ended(self, said: bytes = b"") -> MpiEnded:
         """said: the last that was heard of it; what was not heard yet is heard now."""

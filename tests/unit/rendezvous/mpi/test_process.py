@@ -1,4 +1,4 @@
-"""Which MPI library the environment of an MPI process names."""
+"""Which MPI library the environment of an MPI process names, and its end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from liver_hpc.rendezvous.mpi import process
-from liver_hpc.rendezvous.mpi.process import wheel_library, with_library
+from liver_hpc.rendezvous.mpi.process import MpiProcess, wheel_library, with_library
 
 
 def test_it_is_that_of_the_wheel_with_what_it_needs_before_the_machines() -> None:
@@ -48,3 +48,14 @@ def test_without_the_wheel_mpi4py_searches(monkeypatch: pytest.MonkeyPatch) -> N
 
 def _not_there(name: str) -> None:
     raise importlib.metadata.PackageNotFoundError(name)
+
+
+def test_who_has_taken_the_name_of_its_segment_does_not_keep_it_from_ending(
+    tmp_path: Path,
+) -> None:
+    """A directory cannot be unlinked, as another user's file in /dev/shm cannot."""
+    ended = MpiProcess("MPI", ["-c", "pass"])
+    ended._segment = tmp_path
+    ended.close()
+    ended.close()
+    assert ended.exit_code() is not None
