@@ -12,6 +12,7 @@ from liver_hpc.host.child import Child, Command
 
 _LAST_LINES = 5
 _MOST_CHARACTERS = 500
+_VARIABLE = "LIVER_HEALTH_CHECK"
 
 
 class Unhealthy(LiverError):
@@ -26,8 +27,10 @@ def check_health(
 
     begun: gets the shell, which whoever cannot wait for its end ends.
     """
-    words = ["/bin/sh", "-c", command]
-    told = Command("health check", words, environment=os.environ, log=log, apart="group")
+    # Others see command lines, and it may hold what is not for them.
+    words = ["/bin/sh", "-c", f'eval "${_VARIABLE}"']
+    environment = {**os.environ, _VARIABLE: command}
+    told = Command("health check", words, environment=environment, log=log, apart="group")
     try:
         child = Child(told)
     except LiverError as error:

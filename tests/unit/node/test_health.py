@@ -31,6 +31,11 @@ def test_the_last_lines_of_a_check_that_fails_are_told(tmp_path: Path) -> None:
         check_health("false", tmp_path / "other.log", 20.0)
 
 
+def test_no_command_line_has_the_check(tmp_path: Path) -> None:
+    check_health("TOKEN='a b'; tr '\\0' ' ' < /proc/$$/cmdline", tmp_path / "health.log", 20.0)
+    assert "TOKEN" not in (tmp_path / "health.log").read_text()
+
+
 def test_a_check_that_does_not_end_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
