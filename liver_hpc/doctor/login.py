@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
 from pathlib import Path
 
 from liver_hpc.cluster.slurm.commands import SlurmError
@@ -186,6 +187,12 @@ def _runs_directory(order: Order) -> Result:
     there = next(path for path in (directory, *directory.parents) if os.path.exists(path))
     if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
         return failed(f"{there} cannot be written to", "name another by --runs-directory")
+    mode = stat.S_IMODE(os.stat(there).st_mode)
+    if mode & 0o022 and not mode & stat.S_ISVTX:
+        return warned(
+            f"others may write to {there} (mode {mode:o}), and have their code executed in a run",
+            "chmod go-w it, or name another by --runs-directory",
+        )
     return passed(str(directory) if there == directory else f"{directory}, which can be made")
 
 

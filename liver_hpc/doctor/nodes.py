@@ -30,6 +30,7 @@ from liver_hpc.doctor.checks import Check, Level, Order, Result, failed, passed,
 from liver_hpc.doctor.probe import ANSWER, ASKERS_TOKEN, Said, versions
 from liver_hpc.errors import ConfigError, DeadlineError, LiverError
 from liver_hpc.host.child import Child, Command
+from liver_hpc.host.files import make_directory
 from liver_hpc.host.process import clean_environment, quiet_thread
 from liver_hpc.recipes.specs import NOT_INSTALLED
 from liver_hpc.run.secret import create_secret
@@ -262,7 +263,7 @@ def own_directory(runs_directory: Path) -> Iterator[Path]:
     """A private directory with a secret; afterwards there is neither it nor one made for it."""
     made = not runs_directory.exists()
     try:
-        runs_directory.mkdir(parents=True, exist_ok=True)
+        make_directory(runs_directory)
         own = TemporaryDirectory(prefix=".doctor-", dir=runs_directory)
     except OSError as error:
         raise LiverError(f"{error.filename} cannot be made: {error.strerror}") from error

@@ -62,6 +62,14 @@ def look_anew(directory: Path) -> None:
         os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
 
+def make_directory(path: Path, mode: int = 0o755) -> None:
+    """Makes a directory where there is none, and those above it that are missing: into none of them
+    does anybody else write, whatever the umask. Raises OSError."""
+    if not path.is_dir():
+        make_directory(path.parent)
+        path.mkdir(mode, exist_ok=True)
+
+
 @contextlib.contextmanager
 def file_lock(path: Path, limit_s: float = LOCK_LIMIT_S) -> Iterator[None]:
     """Holds an exclusive lock on `path`, which is created and left behind.
@@ -117,7 +125,7 @@ def locked_alone(path: Path) -> Iterator[None]:
     Raises BlockingIOError where another process has it, OSError where it cannot be had.
     """
     made = not path.parent.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     try:
         with _locked(path):
             try:

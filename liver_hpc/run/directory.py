@@ -22,7 +22,7 @@ from liver_hpc.config.load import dump_run, load_run
 from liver_hpc.config.megatron_checkpoint import OWNER_FILE
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError, LiverError
-from liver_hpc.host.files import look_anew, whose, write_whole
+from liver_hpc.host.files import look_anew, make_directory, whose, write_whole
 from liver_hpc.run.outcome import (
     COORDINATOR_FILE,
     OUTCOME_FILE,
@@ -165,7 +165,7 @@ def create_run_directory(config: RunConfig, name: str | None = None) -> RunDirec
     runs = config.runs_directory
     stem = name or f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
-        runs.mkdir(parents=True, exist_ok=True)
+        make_directory(runs)
         run = RunDirectory(_make_new(runs, stem))
         run.jobs_path.mkdir()
         create_secret(run.secret_path)
@@ -265,7 +265,7 @@ def _take(path: Path, run: RunDirectory) -> None:
 
 def _check_own(path: Path) -> None:
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)  # where a scratch has been cleaned
+        make_directory(path, mode=0o700)  # where a scratch has been cleaned
         for status in (path.lstat(), path.stat()):
             if whose(status):
                 raise ConfigError(f"checkpoint.directory: {path} {whose(status)}")

@@ -285,6 +285,21 @@ def test_a_runs_directory_that_cannot_be_made(results: Any, tmp_path: Path) -> N
     assert found["run directory"].level is Level.FAIL
 
 
+def test_a_runs_directory_in_which_others_may_write(results: Any, tmp_path: Path) -> None:
+    """What is to be made in one is as open as that; in a sticky one nobody takes a name away."""
+    for path, mode, level in (
+        (tmp_path, 0o775, Level.WARN),
+        (tmp_path, 0o1777, Level.PASS),
+        (tmp_path / "runs", 0o2775, Level.WARN),
+        (tmp_path / "runs", 0o755, Level.PASS),
+    ):
+        path.mkdir(exist_ok=True)
+        path.chmod(mode)
+        found = results(cluster())["run directory"]
+        assert found.level is level, found
+        assert level is Level.PASS or f"{path} (mode {mode:o})" in found.found
+
+
 # ---- memory
 
 

@@ -164,7 +164,12 @@ def test_limited_memory_beside_an_adapter_is_a_warning(
 
 
 def test_a_runs_directory_that_others_use_stays(tmp_path: Path) -> None:
-    with own_directory(tmp_path / "a" / "runs") as directory:
-        assert oct(directory.stat().st_mode)[-3:] == "700"
-        (tmp_path / "a" / "runs" / "another").mkdir()
-    assert os.listdir(tmp_path / "a" / "runs") == ["another"]
+    runs, before = tmp_path / "a" / "runs", os.umask(0)
+    try:
+        with own_directory(runs) as directory:
+            modes = [oct(path.stat().st_mode)[-3:] for path in (directory, runs, runs.parent)]
+            (runs / "another").mkdir()
+    finally:
+        os.umask(before)
+    assert modes == ["700", "755", "755"]
+    assert os.listdir(runs) == ["another"]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from liver_hpc.errors import DeadlineError
-from liver_hpc.host.files import file_lock, first_alone, locked_alone, write_whole
+from liver_hpc.host.files import file_lock, first_alone, locked_alone, make_directory, write_whole
 
 
 @pytest.mark.parametrize("data", ["text \N{SNOWMAN}\n", b"\x00bytes"])
@@ -44,6 +44,20 @@ def test_what_cannot_be_written_leaves_what_was_there(
         write_whole(path, "after", sync=True)
     assert path.read_text() == "before"
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_nobody_else_writes_into_a_directory_that_is_made(tmp_path: Path) -> None:
+    there, before = tmp_path / "a", os.umask(0)
+    try:
+        make_directory(there / "b" / "c")
+        make_directory(there / "d", mode=0o700)
+        make_directory(there, mode=0o700)  # as it is
+        with locked_alone(there / "e" / "f" / "lock"):
+            pass
+    finally:
+        os.umask(before)
+    made = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (there, *there.rglob("*"))}
+    assert made == {"a": 0o755, "b": 0o755, "c": 0o755, "d": 0o700, "e": 0o755}
 
 
 # ---- locks

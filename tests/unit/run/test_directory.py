@@ -72,6 +72,19 @@ def test_elsewhere_they_lie_in_the_directory_itself(tmp_path: Path, shared: Path
     assert stat.S_IMODE(shared.stat().st_mode) == 0o1777
 
 
+def test_no_umask_lets_others_take_a_run_away(tmp_path: Path) -> None:
+    runs, checkpoints = tmp_path / "a" / "runs", tmp_path / "b" / "checkpoints"
+    config = tiny_run(runs_directory=runs, checkpoint={"directory": checkpoints})
+    before = os.umask(0)
+    try:
+        run = create_run_directory(config)
+    finally:
+        os.umask(before)
+    made = (runs.parent, runs, run.path, checkpoints.parent, checkpoints)
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in made]
+    assert modes == [0o755, 0o755, 0o700, 0o755, 0o700]
+
+
 def test_a_run_finds_its_directory_again(
     elsewhere: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
