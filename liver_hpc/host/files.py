@@ -9,6 +9,7 @@ import fcntl
 import os
 import pwd
 import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -159,6 +160,15 @@ def whose(status: os.stat_result) -> str:
     if status.st_uid == os.geteuid():
         return ""
     return f"belongs to user {_name(status.st_uid)}, this is user {_name(os.geteuid())}"
+
+
+def shared_with(status: os.stat_result) -> str:
+    """Why others than this user may change what lies in a directory; else empty."""
+    if not stat.S_ISDIR(status.st_mode):
+        return "is no directory"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"may be written to by others (mode {stat.S_IMODE(status.st_mode):o})"
+    return whose(status)
 
 
 def _name(user: int) -> str:

@@ -79,9 +79,10 @@ def _import(run_directory: Path, layout: Layout) -> None:
             open_device(0)  # before megatron is imported: it brings the stand-in for CUDA
         with _knowing_of_cuda(has_cuda):
             if has_cuda:
-                from liver_hpc.world.device import allow_concurrent_compile
+                from liver_hpc.world.device import allow_concurrent_compile, compile_in_private
 
                 allow_concurrent_compile()
+                compile_in_private()
             import liver_hpc.worker.control  # noqa: F401
 
             load_recipe(config)

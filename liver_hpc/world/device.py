@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import getpass
 import importlib
 import logging
 import math
 import os
+import re
 import socket
+import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -24,6 +28,7 @@ import torch.distributed as dist
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.cluster.network import GLOO_INTERFACE, NCCL_LOG, is_own_nccl_log
 from liver_hpc.errors import DeadlineError, LiverError
+from liver_hpc.host.files import shared_with
 from liver_hpc.host.interfaces import interface_addresses, interface_holding
 from liver_hpc.host.process import quiet_thread
 from liver_hpc.transport import gloo_sockets, gloo_waits
@@ -70,6 +75,7 @@ _ALL_AT_ONCE = "EAGER"
 """Else CUDA loads a kernel as it is first launched, for which it may wait until the device is idle:
 with a collective under way whose peer does the same, for ever. It takes 5 s and 1 GB of the device
 (docs/explanation/performance.md, "On a GPU")."""
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 _HOST_ID = "NCCL_HOSTID"
 """NCCL takes ranks for processes of one host where this is the same for them."""
 _INIT_LIMIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
@@ -306,6 +312,34 @@ def allow_concurrent_compile() -> None:
     symbolic.is_fx_symbolic_tracing = lambda: False
 
 
+def compile_in_private() -> None:
+    """Has what torch.compile makes lie where nobody but this user may write: it is executed from
+    there, whoever wrote it. To be called before torch's compiler is imported, as Megatron does.
+
+    By default it lies under a name in the directory for temporary files that anybody may have taken
+    before; then this process, and those that it forks, have such a directory of their own.
+    """
+    path = _compile_directory()
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    if why := shared_with(path.lstat()):
+        # Whatever the variable says, precompiled headers lie under the default name.
+        tempfile.tempdir = tempfile.mkdtemp(prefix="liver-")
+        if os.environ.get(_COMPILED) == str(path):  # so torch sets it as its compiler is imported
+            del os.environ[_COMPILED]
+        text = "%s %s: torch has %s in its place, a new one with each start; remove the former"
+        log.warning(text, path, why, tempfile.tempdir)
+
+
+def _compile_directory() -> Path:
+    """torch.compile's by default, which torch does not tell without making it."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = f"uid_{os.getuid()}"
+    return Path(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
+
+
 def open_device(local_rank: int, wanted_gpus: int = 0) -> Device:
     """Claims this worker's device: CUDA device `local_rank` where there is one, else the CPU.
 
@@ -318,6 +352,7 @@ def open_device(local_rank: int, wanted_gpus: int = 0) -> Device:
     os.environ.setdefault(_LOADING, _ALL_AT_ONCE)
     if torch.cuda.is_available():
         allow_concurrent_compile()
+        compile_in_private()
         for name, value in NCCL_SETTINGS.items():
             os.environ.setdefault(name, value)
         for name, value in NCCL_CONDITIONS.items():

@@ -14,7 +14,14 @@ from typing import Any
 import pytest
 
 from liver_hpc.errors import DeadlineError
-from liver_hpc.host.files import file_lock, first_alone, locked_alone, make_directory, write_whole
+from liver_hpc.host.files import (
+    file_lock,
+    first_alone,
+    locked_alone,
+    make_directory,
+    shared_with,
+    write_whole,
+)
 
 
 @pytest.mark.parametrize("data", ["text \N{SNOWMAN}\n", b"\x00bytes"])
@@ -58,6 +65,18 @@ def test_nobody_else_writes_into_a_directory_that_is_made(tmp_path: Path) -> Non
         os.umask(before)
     made = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (there, *there.rglob("*"))}
     assert made == {"a": 0o755, "b": 0o755, "c": 0o755, "d": 0o700, "e": 0o755}
+
+
+def test_a_directory_of_ones_own_is_one_that_nobody_else_may_write_to(tmp_path: Path) -> None:
+    for mode, why in ((0o755, ""), (0o700, ""), (0o775, "(mode 775)"), (0o1777, "(mode 1777)")):
+        tmp_path.chmod(mode)
+        assert shared_with(tmp_path.lstat()).endswith(why)
+        assert bool(shared_with(tmp_path.lstat())) is bool(why)
+    tmp_path.chmod(0o700)
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert shared_with((tmp_path / "link").lstat()) == "is no directory"
+    another = os.stat_result((stat.S_IFDIR | 0o755, 0, 0, 1, os.geteuid() + 1, 0, 0, 0, 0, 0))
+    assert shared_with(another).startswith("belongs to user ")
 
 
 # ---- locks

@@ -6,8 +6,10 @@ import importlib
 import logging
 import os
 import socket
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 from datetime import timedelta
@@ -44,6 +46,7 @@ def environment_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     symbolic: Any = importlib.import_module("torch.fx._symbolic_trace")
     told = "is_fx_symbolic_tracing"
     monkeypatch.setattr(symbolic, told, getattr(symbolic, told))  # put back in the end
+    monkeypatch.setattr(tempfile, "tempdir", tempfile.tempdir)
 
 
 @pytest.fixture
@@ -393,6 +396,53 @@ def test_workspaces_of_products_are_dropped_on_a_gpu_alone(monkeypatch: pytest.M
     assert not dropped
     open_device(0).drop_workspaces()
     assert dropped == ["all"]
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_worker_with_a_gpu_compiles_in_private(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("LOGNAME", "ann")
+    (tmp_path / "torchinductor_ann").symlink_to(tmp_path)
+    open_device(0)
+    assert Path(tempfile.gettempdir()).parent == tmp_path
+
+
+KEEPS = """
+import os, sys
+from liver_hpc.world.device import compile_in_private
+
+compile_in_private()
+compile_in_private()  # as who was forked does
+from torch._inductor import codecache
+
+print(codecache.cache_dir(), codecache._HEADER_DIR, os.environ["TMPDIR"])
+"""
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_torch_compiles_where_nobody_else_may_write(tmp_path: Path, others: bool) -> None:
+    """In a process of its own, as torch asks for the directory once."""
+    default = tmp_path / "torchinductor_LAB_ann"
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "LOGNAME": "LAB\\ann"}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    if others:
+        default.mkdir()
+        default.chmod(0o777)
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(default)
+    command = [sys.executable, "-P", "-c", KEEPS]
+    done = subprocess.run(
+        command, env=environment, text=True, capture_output=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    kept, headers, temporary = map(Path, done.stdout.split())
+    assert temporary == tmp_path, "a recipe's data may lie there"
+    assert headers.parent == kept
+    assert (kept == default) is not others
+    private = kept.parent if others else kept
+    assert stat.S_IMODE(private.stat().st_mode) == 0o700
+    assert done.stderr.count(f"{default} may be written to by others (mode 777)") == others
 
 
 COMPILES = """
