@@ -108,8 +108,9 @@ def metrics() -> str:
         "`metrics.h5` in a run directory is an HDF5 file. Each table below is a one-dimensional "
         "dataset of compound rows. Times are seconds since the epoch, a time that was never "
         "reached is NaN, texts are UTF-8. The file's attributes are the versions of what ran, the "
-        "host, and the resolved run file as `config`. `liver report --json` has what is derived "
-        "from all this.",
+        "host, the start of the Slurm job (`job`) and, of a local run, of the machine (`boot`), "
+        "and the resolved run file as `config`. `liver report --json` has what is derived from all "
+        "this.",
     ]
     for name, hint in get_type_hints(records.RunRecords).items():
         if get_origin(hint) is list:

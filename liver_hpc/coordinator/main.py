@@ -11,10 +11,11 @@ import os
 import platform
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,6 +27,7 @@ from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.holdings import own_allocations
 from liver_hpc.cluster.slurm.launcher import slurm_launcher
 from liver_hpc.cluster.slurm.pool import SlurmPool
+from liver_hpc.cluster.slurm.run_job import OwnJob
 from liver_hpc.cluster.slurm.squeue import Squeue
 from liver_hpc.config.load import dump_run, load_run
 from liver_hpc.config.schema import RunConfig
@@ -46,6 +48,7 @@ from liver_hpc.run.actions import Ending
 from liver_hpc.run.codec import FORGOTTEN, memory_of
 from liver_hpc.run.entries import (
     JOURNAL_FILE,
+    Entry,
     JournalUnread,
     last_end,
     last_start,
@@ -97,7 +100,7 @@ def services_of(config: RunConfig, run_directory: Path, secret: bytes) -> Servic
         open_journal=lambda tell, epoch: Journal(
             run_directory / JOURNAL_FILE, tell, config.metrics.reserve_bytes, epoch=epoch
         ),
-        attributes=_attributes(config),
+        attributes=_attributes(config, run_directory),
     )
 
 
@@ -120,9 +123,9 @@ def run_coordinator(directory: Path, control: Control, build: Build = services_o
     unless the disk is full.
 
     Needs `run.yaml`; makes the secret where there is none; goes on with workers that a killed
-    coordinator has left, or from a checkpoint that it finds. Raises Superseded where another
-    coordinator has taken over, and leaves all to that one; NotTakenOver where it could not take
-    over itself, and leaves all to the next one.
+    coordinator has left in the same start of its job, or from a checkpoint that it finds. Raises
+    Superseded where another coordinator has taken over, and leaves all to that one; NotTakenOver
+    where it could not take over itself, and leaves all to the next one.
     """
     raise_descriptor_limit()
     collect_seldom()
@@ -169,6 +172,7 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
         continue_in_copy(journal, epoch)
         patience_s = config.deadlines.boot_s
         again = (directory / AGAIN_FILE).exists()
+        gone = again and epoch.silence_s() > config.deadlines.successor_s
         over = None if again else _told(journal, _ended, patience_s)
         if over is not None:
             return over
@@ -176,7 +180,8 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
         # It reads the journal, which must be one that can be gone on with.
         watched = stack.enter_context(tracked(config, directory, control.note))
         services = watched(build(config, directory, secret))
-        left = _told(journal, partial(_left, partial(new_core, config, services)), patience_s)
+        find = partial(_left, partial(new_core, config, services), _here(directory))
+        left = None if gone else _told(journal, find, patience_s)
         coordinator = Coordinator(config, epoch, secret, services, control, left or memory)
         (directory / AGAIN_FILE).unlink(missing_ok=True)
     while True:
@@ -208,7 +213,10 @@ def _is_over(journal: Path) -> bool:
     """Whether nobody is known to train on."""
     try:
         journal.stat()
-        return last_end(journal) is not None
+        if last_end(journal) is not None:
+            return True
+        begun = next(last_start(journal), None)
+        return begun is not None and not _is_of(begun, _here(journal.parent))
     except FileNotFoundError:
         return True
     except (OSError, JournalUnread):
@@ -249,11 +257,15 @@ def _ended(journal: Path) -> Outcome | None:
     return Outcome(end["state"], end["reason"], end["step"])
 
 
-def _left(new_core: Callable[[], Run], journal: Path) -> Left | None:
+def _left(new_core: Callable[[], Run], here: Mapping[str, str], journal: Path) -> Left | None:
     """What a coordinator has left that was killed, and that can be gone on with. Raises
     JournalUnread."""
     try:
-        return what_is_left(last_start(journal), new_core)
+        start = last_start(journal)
+        begun = next(start, None)
+        if begun is None or not _is_of(begun, here):
+            return None
+        return what_is_left(chain([begun], start), new_core)
     except JournalUnread:
         raise
     except ConfigError as error:
@@ -297,9 +309,30 @@ def _logging_to(path: Path, identity: Callable[[], str]) -> Iterator[None]:
             handler.close()
 
 
-def _attributes(config: RunConfig) -> dict[str, str]:
+def _here(directory: Path) -> dict[str, str]:
+    """What ends all that a start of the run has begun when it ends itself: the start of the Slurm
+    job, which notes itself before it coordinates, so that a coordinator in any step of it knows the
+    same one; and that of this machine."""
+    noted = OwnJob.noted(directory)
+    here = {} if noted is None else {"job": noted.start}
+    with suppress(OSError):
+        here["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return here
+
+
+def _is_of(begun: Entry, here: Mapping[str, str]) -> bool:
+    """Whether who was begun by a start may live here, as far as its first entry says."""
+    of = begun.event.get("attributes", {})
+    return all(of.get(name, value) == value for name, value in here.items())
+
+
+def _attributes(config: RunConfig, directory: Path) -> dict[str, str]:
     """Facts about a run that belong beside its figures."""
+    here = _here(directory)
+    if config.cluster.kind == "slurm":  # whose coordinators may be of several machines
+        here.pop("boot", None)
     return {
+        **here,
         "name": config.name,
         "config": dump_run(config),
         "host": socket.gethostname(),

@@ -52,6 +52,12 @@ class Epoch:
         if newest_epoch(self.run_directory) > self.number:
             raise Superseded(self.number)
 
+    def silence_s(self) -> float:
+        """How long before this one the one before it had last shown itself, by the file system's
+        clock; 0.0 without one. Raises OSError."""
+        own, before = (self.run_directory / EPOCHS / str(self.number - n) for n in (0, 1))
+        return own.stat().st_mtime - before.stat().st_mtime if before.exists() else 0.0
+
     def show(self) -> None:
         """A sign of life for who cannot reach it: to be called every `SHOWN_EVERY_S`. Raises
         OSError."""

@@ -139,9 +139,10 @@ class Resumed:
 class CoordinatorStarted:
     """A start of the run, the first one or a restart. Always a core's first event.
 
-    attributes: facts for the record: versions, host, and the run file as `config`. checkpoints:
-    the directory that new ones are written to. epoch: the coordinator's number; the same one's
-    starts follow within one job.
+    attributes: facts for the record: versions, host, and the run file as `config`; `job` is the
+    start of the Slurm job that it belongs to, `boot` that of the machine of a local run.
+    checkpoints: the directory that new ones are written to. epoch: the coordinator's number; the
+    same one's starts follow within one job.
     """
 
     attributes: dict[str, str] = field(default_factory=dict)

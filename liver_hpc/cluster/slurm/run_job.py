@@ -132,8 +132,7 @@ class OwnJob(BaseModel):
     def alone(self, runs: Path, *what: str) -> Iterator[None]:
         """Of what one process may do at a time in this start of the job, such as to look for its
         run in `runs`, which takes a while. Raises ConfigError where another one does it."""
-        start = self.model_dump_json(exclude=_TOLD_TO_A_PROCESS)
-        name = sha256("\0".join((start, *what)).encode()).hexdigest()
+        name = sha256("\0".join((self.start, *what)).encode()).hexdigest()
         with ExitStack() as held:
             try:
                 _take_alone(runs, name, held)
@@ -144,9 +143,13 @@ class OwnJob(BaseModel):
                 ) from None
             yield
 
+    @property
+    def start(self) -> str:
+        """What no other start of a job has."""
+        return self.model_dump_json(exclude=_TOLD_TO_A_PROCESS)
+
     def _is_start_of(self, noted: OwnJob) -> bool:
-        of_start = self.model_dump(exclude=_TOLD_TO_A_PROCESS)
-        return of_start == noted.model_dump(exclude=_TOLD_TO_A_PROCESS)
+        return self.start == noted.start
 
     @classmethod
     def noted(cls, run_directory: Path) -> OwnJob | None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import resource
 import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,18 +19,19 @@ import pytest
 
 from liver_hpc.cli.client import request
 from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.cluster.slurm.run_job import OwnJob
 from liver_hpc.config.load import dump_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.coordinator import main as module
 from liver_hpc.coordinator.connections import Control
 from liver_hpc.coordinator.main import run_coordinator
 from liver_hpc.coordinator.performer import Services
-from liver_hpc.errors import LiverError
+from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.run.directory import RunDirectory
-from liver_hpc.run.entries import encode
-from liver_hpc.run.epoch import Epoch, NotTakenOver, last_sign
+from liver_hpc.run.entries import Event, encode
+from liver_hpc.run.epoch import Epoch, NotTakenOver, Superseded, last_sign
 from liver_hpc.run.events import Memory, Node
 from liver_hpc.run.journal import Journal, JournalNews
 from liver_hpc.run.outcome import Outcome, begin_again
@@ -291,6 +294,66 @@ def test_a_run_that_is_over_begins_again_only_where_it_is_to(tmp_path: Path, aga
     assert not (tmp_path / "again").exists()
 
 
+class KilledAsItStops(Journal):
+    """The journal of a coordinator that is no more once it has been told to stop."""
+
+    def append(
+        self, at_s: float, event: Event, actions: Sequence[Event] = (), said: int = 0
+    ) -> int:
+        number = super().append(at_s, event, actions, said)
+        if event["type"] == "stop_signalled":
+            raise Superseded(0)
+        return number
+
+
+@pytest.mark.parametrize("how", ["queued again", "resumed a day later", "resumed at once"])
+def test_what_a_start_was_told_that_is_gone_with_its_job_ends_no_other_one(
+    tmp_path: Path, how: str
+) -> None:
+    """It was killed as it stopped, and with it all workers."""
+    _write_run(tmp_path, deadlines={"coordinator_s": 0.5})
+    journal = tmp_path / "journal.jsonl"
+    clusters = [ScriptedCluster(SECRET), ScriptedCluster(SECRET)]
+    left, journals = iter(clusters), iter((KilledAsItStops, Journal))
+
+    def stop(cluster: ScriptedCluster, control: Control, why: str) -> None:
+        deadline = Deadline.after(SystemClock(), LIMIT_S, "Begin")
+        with suppress(DeadlineError):
+            poll_until(lambda: bool(cluster.got(1, m.Begin)), deadline)
+        control.stop(why)
+
+    def build(config: RunConfig, directory: Path, secret: bytes) -> Services:
+        return dataclasses.replace(
+            _scripted(next(left))(config, directory, secret),
+            open_journal=lambda tell, epoch: next(journals)(journal, tell, 0, epoch=epoch),
+            attributes=module._attributes(config, directory),
+        )
+
+    if how == "queued again":
+        OwnJob(job_id="77").note(tmp_path)
+    control = Control()
+    threading.Thread(target=stop, args=(clusters[0], control, "SIGTERM")).start()
+    with pytest.raises(Superseded):
+        run_coordinator(tmp_path, control, build)
+    clusters[0].join(LIMIT_S)
+    if how == "queued again":
+        OwnJob(job_id="77", restarts=1).note(tmp_path)
+    else:
+        begin_again(tmp_path)
+    if how == "resumed a day later":
+        for path in (tmp_path / "coordinators").iterdir():
+            os.utime(path, (0.0, time.time() - 86_400.0))
+    control = Control()
+    stopper = threading.Thread(target=stop, args=(clusters[1], control, "second"))
+    stopper.start()
+    outcome = run_coordinator(tmp_path, control, build)
+    stopper.join(2 * LIMIT_S)
+    if how == "resumed at once":  # workers might have lived
+        assert "worker 0 lost: it has not called" in outcome.reason
+    else:
+        assert outcome == Outcome("stopped", "second", 0)
+
+
 def test_one_that_reads_for_long_shows_that_it_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,15 +444,17 @@ def test_a_journal_that_is_not_to_be_had_stays_as_it_is(
     assert not (tmp_path / "outcome.json").exists()
 
 
-@pytest.mark.parametrize("over", [True, False])
+@pytest.mark.parametrize("over", ["ended", "another job's", ""])
 def test_what_goes_wrong_before_it_has_taken_over_ends_no_run_that_may_train(
-    tmp_path: Path, over: bool
+    tmp_path: Path, over: str
 ) -> None:
     _write_run(tmp_path)
+    OwnJob(job_id="78").note(tmp_path)
+    job = {"job": "77"} if over == "another job's" else {}
     end = [{"type": "end", "state": "requeue", "reason": "", "step": 7}]
     (tmp_path / "journal.jsonl").write_bytes(
-        encode(0, 1.0, {"type": "coordinator_started"})
-        + encode(1, 2.0, {"type": "tick"}, end if over else [])
+        encode(0, 1.0, {"type": "coordinator_started", "attributes": job})
+        + encode(1, 2.0, {"type": "tick"}, end if over == "ended" else [])
     )
 
     def build(*_: Any) -> Services:
@@ -400,4 +465,4 @@ def test_what_goes_wrong_before_it_has_taken_over_ends_no_run_that_may_train(
     else:
         with pytest.raises(NotTakenOver, match="squeue does not answer"):
             run_coordinator(tmp_path, Control(), build)
-    assert (tmp_path / "outcome.json").exists() == over
+    assert (tmp_path / "outcome.json").exists() == bool(over)

@@ -19,7 +19,7 @@ from liver_hpc.errors import ConfigError, DeadlineError, MeetingError
 from liver_hpc.protocol import messages as m
 from liver_hpc.rendezvous.channel import ITSELF, ChannelClosed
 from liver_hpc.run.directory import RunDirectory
-from liver_hpc.run.entries import Event, last_start
+from liver_hpc.run.entries import Event, encode, last_start
 from liver_hpc.run.epoch import Epoch, NotTakenOver, Superseded, claim_epoch
 from liver_hpc.run.events import Node
 from liver_hpc.run.journal import JournalNews
@@ -511,6 +511,29 @@ def test_a_start_that_has_ended_is_not_taken_over(
     assert what_is_left(last_start(journal), lambda: new_core(run.config, run._services)) is None
 
 
+@pytest.mark.parametrize(
+    ("begun", "is_taken_over"),
+    [
+        ({}, True),  # by an earlier release
+        ({"host": "n1", "job": "77, again"}, True),
+        ({"job": "77"}, False),
+        ({"job": "77, again", "boot": "2"}, False),
+    ],
+)
+def test_a_start_of_another_job_or_of_before_a_reboot_is_not_taken_over(
+    make: Callable[..., MortalRun], tmp_path: Path, begun: dict[str, str], is_taken_over: bool
+) -> None:
+    run, journal = make(), tmp_path / "copy.jsonl"
+    first, *more = run.metrics.entries
+    event = first.event | {"attributes": begun}
+    lines = [encode(first.number, first.at_s, event, first.actions)]
+    lines += [encode(each.number, each.at_s, each.event, each.actions, each.said) for each in more]
+    journal.write_bytes(b"".join(lines))
+    here = {"job": "77, again", "boot": "1"}
+    core = partial(new_core, run.config, run._services)
+    assert (main._left(core, here, journal) is not None) == is_taken_over
+
+
 def test_a_journal_that_is_not_to_be_had_for_a_moment_is_taken_over_from(
     make: Callable[..., MortalRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -526,7 +549,7 @@ def test_a_journal_that_is_not_to_be_had_for_a_moment_is_taken_over_from(
 
     monkeypatch.setattr(Path, "open", once)
     core = partial(new_core, run.config, run._services)
-    left = main._told(journal, partial(main._left, core), LIMIT_S)
+    left = main._told(journal, partial(main._left, core, {}), LIMIT_S)
     assert left is not None
     assert left.core.world == run.coordinator.core.world
     assert not stale
