@@ -70,7 +70,9 @@ def request(run: RunDirectory, message: FromOperator) -> Reply:
     except ChannelClosed as error:
         raise _unreached(run, error) or _silence(run) from error
     except DeadlineError as error:
-        raise _unreached(run, error) or error from None
+        if (unreached := _unreached(run, error)) is None and not address.is_here and job_of(run):
+            raise _silence(run) from error  # its node may be gone
+        raise unreached or error from None
     try:
         return _ask(channel, message)
     except ChannelClosed as error:
@@ -212,15 +214,17 @@ class Watch:
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._channel: Channel | None = None
+        self._has_answered = False
 
     def snapshot(self) -> StatusSnapshot | None:
         """The run's state now; None once nobody answers any more. Where a coordinator was killed,
         the next one is waited for.
 
         Raises DeadlineError when the coordinator takes too long, LiverError where it is not reached
-        from here.
+        from here; where one has answered before, once the next one must have come.
         """
-        deadline = Deadline.after(SystemClock(), _OUTCOME_S, f"a coordinator of {self._run}")
+        limit_s = self._run.config().deadlines.successor_s if self._has_answered else _OUTCOME_S
+        deadline = Deadline.after(SystemClock(), limit_s, f"a coordinator of {self._run}")
         while self._run.outcome() is None:
             address = self._run.coordinator()
             try:
@@ -228,7 +232,9 @@ class Watch:
                     _check_place(self._run, address)
                     self._channel = _open(self._run, address)
                 if self._channel is not None:
-                    return StatusSnapshot.model_validate(_ask(self._channel, StatusRequest()).data)
+                    data = _ask(self._channel, StatusRequest()).data
+                    self._has_answered = True
+                    return StatusSnapshot.model_validate(data)
             except RequestRefused:  # it is about to end
                 return None
             except ChannelClosed as error:
@@ -236,9 +242,10 @@ class Watch:
                 if deadline.expired() and (unreached := _unreached(self._run, error)) is not None:
                     raise unreached from error
             except DeadlineError as error:
-                if self._channel is not None:  # it is reached, but slow
-                    raise
-                raise _unreached(self._run, error) or error from None
+                is_slow = self._channel is not None  # it is reached
+                self.close()
+                if deadline.expired() or not self._has_answered:
+                    raise (None if is_slow else _unreached(self._run, error)) or error from None
             if deadline.expired() or not coordinator_lives(self._run):
                 return None
             time.sleep(_LOCAL_POLL_S if job_of(self._run) is None else JOB_POLL_S)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -24,7 +25,13 @@ from liver_hpc.cluster.slurm.run_job import OwnJob, RunJob
 from liver_hpc.config.load import dump_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.protocol.messages import DrainRequest, ReplaceRequest, ResizeRequest, StopRequest
+from liver_hpc.protocol.messages import (
+    DrainRequest,
+    ReplaceRequest,
+    Reply,
+    ResizeRequest,
+    StopRequest,
+)
 from liver_hpc.report.hdf5 import read_hdf5
 from liver_hpc.run.directory import RunDirectory, create_run_directory, point_latest
 from liver_hpc.run.entries import JOURNAL_FILE, encode
@@ -439,13 +446,52 @@ def test_run_whose_coordinator_is_behind_a_firewall(
         client.Watch(elsewhere).snapshot()
 
 
+def test_a_coordinator_whose_node_is_gone_keeps_no_job_in_the_queue(
+    elsewhere: RunDirectory, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody refuses a connection, it times out."""
+
+    def times_out(*_: object) -> NoReturn:
+        raise DeadlineError("waited 10 s for the coordinator: timed out before its proof")
+
+    monkeypatch.setattr(client, "_open", times_out)
+    answers = f"[ -e {tmp_path}/cancelled ] || echo '77|77|PENDING|Resources|N/A||demo'"
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\n{answers}\n")
+    (tmp_path / "scancel").write_text(f"#!/bin/sh\ntouch {tmp_path}/cancelled\n")
+    (tmp_path / "scancel").chmod(0o755)
+    assert liver("status", "latest") == 0
+    assert "queued as job 77: PENDING" in capsys.readouterr().out
+    assert liver("stop", "latest") == 0
+    assert (tmp_path / "cancelled").exists()
+
+
+def test_who_follows_a_run_waits_for_the_next_coordinator(
+    elsewhere: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the one before answers nothing at all any more, as its node is lost."""
+    waited = DeadlineError("waited 30 s for a message"), DeadlineError("timed out before its proof")
+    answers = Reply(ok=True, text="", data=snapshot("demo").model_dump())
+    said = iter([answers, *waited, answers])
+
+    def answer(*_: object) -> Reply:
+        if isinstance(each := next(said), DeadlineError):
+            raise each
+        return each
+
+    monkeypatch.setattr(client, "JOB_POLL_S", 0.02)
+    monkeypatch.setattr(client, "_open", lambda *_: io.BytesIO())
+    monkeypatch.setattr(client, "_ask", answer)
+    watch = client.Watch(elsewhere)
+    assert watch.snapshot() == watch.snapshot()
+
+
 def test_a_coordinator_that_is_slow_is_reached(
     elsewhere: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def is_slow(*_: object) -> NoReturn:
         raise DeadlineError("waited 30 s for a message")
 
-    monkeypatch.setattr(client, "_open", lambda *_: object())
+    monkeypatch.setattr(client, "_open", lambda *_: io.BytesIO())
     monkeypatch.setattr(client, "_ask", is_slow)
     with pytest.raises(DeadlineError, match=r"^waited 30 s for a message$"):
         client.Watch(elsewhere).snapshot()
