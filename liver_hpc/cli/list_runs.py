@@ -16,7 +16,7 @@ from pathlib import Path
 
 from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.replies import JobInfo
-from liver_hpc.cluster.slurm.run_job import RunJob, noted_job_id, own_job
+from liver_hpc.cluster.slurm.run_job import RunJob, left_text, noted_job_id, own_job
 from liver_hpc.errors import LiverError
 from liver_hpc.report.wording import NOTHING, duration_text, layout_text
 from liver_hpc.run.directory import RunDirectory, runs_in
@@ -154,7 +154,7 @@ class _Files:
                     RunJob(self.run, self.job, SlurmCommands(_SLURM_S, 0.0)).check_cluster()
                 except LiverError as error:
                     return UNKNOWN, str(error)
-                return LOST, f"its job {self.job} is over and left no outcome"
+                return LOST, f"its job {self.job} is over and {left_text(self.run)}"
             return (WAITING if info.queued else lives), str(info)
         if self.run.local_job() is not None:
             return lives, ""

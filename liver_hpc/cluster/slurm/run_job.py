@@ -21,7 +21,7 @@ from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.host.files import locked_alone, write_whole
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.entries import JOURNAL_FILE, last_end, steps_done
-from liver_hpc.run.outcome import Outcome
+from liver_hpc.run.outcome import REQUEUE, Outcome
 
 JOB_FILE = "job.json"
 JOB_POLL_S = 1.0
@@ -304,7 +304,15 @@ def noted_job_id(run: RunDirectory) -> str:
 
 def gone(run: RunDirectory, job: RunJob | None) -> LiverError:
     what = "it" if job is None else f"its job {job.job_id}"
-    return LiverError(f"run {run}: {what} is over and left no outcome; {run.where_logs_are()}")
+    return LiverError(f"run {run}: {what} is over and {left_text(run)}; {run.where_logs_are()}")
+
+
+def left_text(run: RunDirectory) -> str:
+    """How a run ended whose job is over without an outcome of the run."""
+    last = run.last_outcome()
+    if last is None or last.state != REQUEUE:
+        return "left no outcome"
+    return f"was to be queued again ({last}); `liver submit --resume` goes on"
 
 
 def check_over(run: RunDirectory) -> None:

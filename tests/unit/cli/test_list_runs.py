@@ -14,7 +14,7 @@ import pytest
 from liver_hpc.cli import list_runs
 from liver_hpc.cli.list_runs import ListedRun
 from liver_hpc.cluster.slurm.commands import JobInfo, SlurmCommands, SlurmError
-from liver_hpc.cluster.slurm.run_job import OwnJob
+from liver_hpc.cluster.slurm.run_job import OwnJob, gone, job_of
 from liver_hpc.config.load import dump_run
 from liver_hpc.run.directory import RunDirectory, create_run_directory, point_latest
 from liver_hpc.run.entries import JOURNAL_FILE, encode
@@ -194,6 +194,19 @@ def test_a_run_that_was_queued_again_waits(monkeypatch: pytest.MonkeyPatch) -> N
     run.note_job_id("7")
     Outcome("requeue", "its job is about to end", 5).write(run.path)
     assert only().state == "waiting for Slurm"
+
+
+def test_of_a_run_that_was_cancelled_in_the_queue_its_last_word_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(SlurmCommands, "jobs", lambda self, ids: {})
+    run = make("one", kind="slurm")
+    run.note_job_id("7")
+    Outcome("requeue", "its job is about to end", 5).write(run.path)
+    word = "requeue at step 5: its job is about to end"
+    said = f"its job 7 is over and was to be queued again ({word}); `liver submit --resume` goes on"
+    assert (only().state, only().reason) == ("lost", said)
+    assert f"run {run}: {said}; its logs are" in str(gone(run, job_of(run)))
 
 
 def test_a_damaged_file_is_told_of_its_run_alone() -> None:
