@@ -22,8 +22,13 @@ from liver_hpc.config.megatron_checkpoint import (
     loaded_checkpoint,
     weights_checkpoint,
 )
-from liver_hpc.config.schema import RunConfig
-from liver_hpc.errors import CheckpointError, CheckpointOfAnotherRelease, CheckpointUnread
+from liver_hpc.config.schema import CheckpointSection, RunConfig
+from liver_hpc.errors import (
+    CheckpointError,
+    CheckpointOfAnotherRelease,
+    CheckpointUnread,
+    ConfigError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +52,21 @@ def newest_checkpoint(directory: Path) -> Checkpoint | None:
     if problems:
         raise CheckpointError(f"{'; '.join(problems)}; there is no earlier checkpoint")
     return None
+
+
+def check_own(newest: Checkpoint | None, run_directory: Path, section: CheckpointSection) -> None:
+    """Raises ConfigError where another run, which is still there, has written the newest checkpoint
+    of the directory that this one saves into: it has gone on there by other values."""
+    if newest is None or section.directory is None or section.goes_on_from_others:
+        return
+    # By the directory's name, as machines may know it by other paths.
+    other = Path(newest.index.run_directory)
+    if other.name not in ("", run_directory.name) and (other / "run.yaml").is_file():
+        raise ConfigError(
+            f"checkpoint.directory: the newest checkpoint, {newest.path}, is of another run, "
+            f"{other}: resume that one, or submit a new run whose checkpoint.load is this "
+            "directory; to go on from this run's own move the newer ones away"
+        )
 
 
 def checked(path: Path) -> Checkpoint:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from liver_hpc.checkpoint.newest import newest_checkpoint, to_load
+from liver_hpc.checkpoint.newest import check_own, newest_checkpoint, to_load
 from liver_hpc.cli.check import check_run
 from liver_hpc.cli.client import await_coordinator, check_ended, goes_on_text
 from liver_hpc.cluster.slurm.commands import SlurmCommands
@@ -170,8 +170,9 @@ def _saying_what_goes_on(run: RunDirectory) -> Iterator[None]:
 def resume_run(run: RunDirectory) -> int:
     """Launches an ended run again in its directory; the step from which it goes on.
 
-    Raises ConfigError for a run that is still there, that is complete, or that has no checkpoint;
-    CheckpointError when all are damaged; LiverError when the launch failed.
+    Raises ConfigError for a run that is still there, that is complete, that has no checkpoint, or
+    in whose directory another run has gone on; CheckpointError when all are damaged; LiverError
+    when the launch failed.
     """
     with file_lock(run.jobs_path / "resume.lock"):  # whoever comes second finds the job
         config, last = run.config(), run.last_outcome()
@@ -182,6 +183,7 @@ def resume_run(run: RunDirectory) -> int:
             _slurm(config).check_cluster(os.environ)
         directory = claim_checkpoints(run, config, check_ended)
         newest = newest_checkpoint(directory)
+        check_own(newest, run.path, config.checkpoint)
         loaded = to_load(config, directory, newest)
         if newest is None and (loaded is None or loaded.weights):
             raise ConfigError(

@@ -35,6 +35,7 @@ from liver_hpc.checkpoint.index import (
 from liver_hpc.checkpoint.newest import (
     Loaded,
     changed_files,
+    check_own,
     checked,
     is_damaged,
     is_whole,
@@ -148,7 +149,7 @@ class Checkpoints:
         before have written.
 
         Raises CheckpointError when all are damaged, or gone, or it is of another model, or a run
-        with other samples, ConfigError when the directory is somebody else's.
+        with other samples, ConfigError when the directory, or the newest one, is somebody else's.
         """
         claim_checkpoints(self._run, self._config, check_over)
         put_back(self.directory)
@@ -158,6 +159,7 @@ class Checkpoints:
         for path in others:
             log.warning("another job has saved over %s: it is none of this run's any more", path)
         own = newest_checkpoint(self.directory)
+        check_own(own, self._run.path, self._config.checkpoint)
         if others and own is None and not self._config.checkpoint.goes_on_from_others:
             raise CheckpointError(f"another job has saved over {others[-1]}; there is no other one")
         loaded = to_load(self._config, self.directory, own)

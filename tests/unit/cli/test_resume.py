@@ -24,7 +24,7 @@ from liver_hpc.run.directory import (
     find_run,
 )
 from liver_hpc.run.outcome import Outcome
-from tests.unit.checkpoint.disk import Disk
+from tests.unit.checkpoint.disk import Disk, opened
 from tests.unit.checkpoint.test_checkpoints import TWO
 from tests.unit.config.runs import minimal
 from tests.unit.layout.models import TIED
@@ -140,7 +140,13 @@ def test_two_runs_do_not_share_a_directory_of_checkpoints(
     second = submission.new_run(config, recipe, "second")
     Disk(TIED, second.path).save(TWO, 7)
     STOPPED.write(first.path)
-    assert resume_run(first) == 7
+    with pytest.raises(ConfigError, match=r"iter_0000007, is of another run, .*/second: resume"):
+        resume_run(first)
+    with pytest.raises(ConfigError, match="is of another run"):  # it may have been requeued
+        opened(config, TIED, first.path).open()
+    assert not launches.runs
+    Disk(TIED, first.path, elsewhere=config.checkpoint.directory).save(TWO, 9)
+    assert resume_run(first) == 9
     first.note_job_id("77")
     squeue_says("RUNNING")
     with pytest.raises(ConfigError, match=r"another run's, .*: run runs/first is not over: job 77"):
