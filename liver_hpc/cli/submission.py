@@ -174,7 +174,7 @@ def resume_run(run: RunDirectory) -> int:
     in whose directory another run has gone on; CheckpointError when all are damaged; LiverError
     when the launch failed.
     """
-    with file_lock(run.jobs_path / "resume.lock"):  # whoever comes second finds the job
+    with file_lock(run.resume_lock_path):  # whoever comes second finds the job
         config, last = run.config(), run.last_outcome()
         check_ended(run)
         if last is not None and last.state == "finished":

@@ -87,6 +87,11 @@ class RunDirectory:
     def job_id_path(self) -> Path:
         return self.jobs_path / "job_id"
 
+    @property
+    def resume_lock_path(self) -> Path:
+        """Locked by who launches the run again."""
+        return self.jobs_path / "resume.lock"
+
     def __str__(self) -> str:
         return (
             os.path.relpath(self.path) if self.path.is_relative_to(Path.cwd()) else str(self.path)

@@ -17,11 +17,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands, SlurmError
 from liver_hpc.cluster.slurm.replies import JobInfo
-from liver_hpc.errors import ConfigError, LiverError
-from liver_hpc.host.files import locked_alone, write_whole
+from liver_hpc.errors import ConfigError, DeadlineError, LiverError
+from liver_hpc.host.files import file_lock, locked_alone, write_whole
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.entries import JOURNAL_FILE, last_end, steps_done
-from liver_hpc.run.outcome import REQUEUE, Outcome
+from liver_hpc.run.outcome import AGAIN_FILE, REQUEUE, Outcome
 
 JOB_FILE = "job.json"
 JOB_POLL_S = 1.0
@@ -309,6 +309,12 @@ def gone(run: RunDirectory, job: RunJob | None) -> LiverError:
 
 def left_text(run: RunDirectory) -> str:
     """How a run ended whose job is over without an outcome of the run."""
+    if (run.path / AGAIN_FILE).exists():
+        try:
+            with file_lock(run.resume_lock_path, limit_s=0.0):
+                pass
+        except DeadlineError:
+            return "it is being resumed just now"
     last = run.last_outcome()
     if last is None or last.state != REQUEUE:
         return "left no outcome"

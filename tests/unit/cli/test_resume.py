@@ -280,7 +280,9 @@ def test_a_run_that_was_refused_has_ended_as_before(launches: Launches) -> None:
     assert resume_run(run) == 7
 
 
-def test_of_two_at_once_the_second_finds_the_job_of_the_first(launches: Launches) -> None:
+def test_of_two_at_once_the_second_finds_the_job_of_the_first(
+    launches: Launches, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = ended()
     launches.go_on.clear()
     first = threading.Thread(target=resume_run, args=(run,))
@@ -299,6 +301,10 @@ def test_of_two_at_once_the_second_finds_the_job_of_the_first(launches: Launches
     second.join(1.0)
     assert second.is_alive(), "it waits for the first"
     assert len(launches.runs) == 1
+    said = "its job 77 is over and it is being resumed just now; its logs"
+    for command in ("status", "stop"):
+        assert cli.main([command, run.path.name]) == 1
+        assert said in capsys.readouterr().err
     write_squeue(SQUEUE.format(state="PENDING").replace("77", "78"))
     launches.go_on.set()
     first.join(10.0)
