@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ _SERIES = frozenset({"arange", "linspace", "logspace"})
 _READS = frozenset({"unbind", "tolist", "numpy", "__array__"})
 _SHORT = 4096
 """A series of at most so many numbers keeps them."""
+_REPLACES = _DRAWS | {"copy_", "fill_", "zero_"}
+"""All values of the first argument become others."""
 _RANDOM = frozenset({"rand", "randn", "rand_like", "randn_like"})
 _RANDOM_CHOICES = frozenset(
     {"randint", "randint_like", "randperm", "multinomial", "bernoulli", "poisson"}
@@ -36,7 +40,8 @@ class NoDraws(TorchFunctionMode):
 
     What is drawn from a generator of the model's own is drawn: it is the same on every worker, and
     leaves the streams of this process alone. Raises PlanError for choices that are drawn otherwise.
-    undrawn: whether anything got NaN.
+    undrawn: whether anything was not drawn; `is_undrawn` tells it of a tensor, also of what was
+    computed of such, in which there may be no NaN.
     """
 
     undrawn = False
@@ -60,13 +65,48 @@ class NoDraws(TorchFunctionMode):
                     f"the model draws by torch.{name} as it is built, which would differ between "
                     "workers: give it a generator with a seed of its own"
                 )
-        return function(*args, **kwargs)
+        made = function(*args, **kwargs)
+        if self.undrawn:
+            _follow(name, args, kwargs, made)
+        return made
 
     def _instead(self, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, torch.nn.Parameter) or not tensor.is_floating_point():
+        if isinstance(tensor, torch.nn.Parameter):
             return tensor
         self.undrawn = True
-        return tensor.fill_(torch.nan)
+        _mark(tensor, tensor._base)
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+
+def is_undrawn(value: Any) -> bool:
+    """Whether values of a tensor were to be drawn as a model was built, or come of such."""
+    return getattr(value, "undrawn", False)
+
+
+def _mark(*tensors: Any) -> None:
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, torch.nn.Parameter):
+            tensor.undrawn = True  # type: ignore[attr-defined]
+
+
+def _follow(name: str, args: Any, kwargs: dict[str, Any], made: Any) -> None:
+    """Marks what a function has made, or changed, of what was not drawn."""
+    values = args  # of those that others only give their shape, only the others count
+    if name.endswith("_as"):
+        values = args[:1]
+    elif name in _REPLACES or name.startswith("new_") or name.endswith("_like"):
+        values = args[1:]
+    if any(map(is_undrawn, _each((*values, *kwargs.values())))):
+        changed = [*_each(args[:1])] if made is None or (args and made is args[0]) else []
+        _mark(*_each((made,)), *changed, *(getattr(each, "_base", None) for each in changed))
+    elif name in _REPLACES and is_undrawn(made):
+        made.undrawn = False
+
+
+def _each(values: Iterable[Any]) -> Iterator[Any]:
+    """Of values among which there may be lists and tuples."""
+    lists = (value if isinstance(value, list | tuple) else (value,) for value in values)
+    return itertools.chain.from_iterable(lists)
 
 
 DRAWING = _DRAWS | _RANDOM | _RANDOM_CHOICES | {"normal"}

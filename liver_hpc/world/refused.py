@@ -12,6 +12,7 @@ from liver_hpc.errors import PlanError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.tensors import First
 from liver_hpc.world import megatron
+from liver_hpc.world.draws import is_undrawn
 from liver_hpc.world.sharded import Frame, Shards, state_tensors, whole_of
 
 _LAYOUT_DEPENDENT_BALANCING = {
@@ -67,13 +68,19 @@ def refuse_dtypes(module: Any) -> None:
 
 
 def refuse_undrawn(module: torch.nn.Module) -> None:
-    """Raises PlanError for buffers of which values were to be drawn as the module was built."""
-    for name, buffer in module.named_buffers():
-        if not buffer.is_meta and buffer.isnan().any():
-            raise PlanError(
-                f"{name} is drawn at random as the model is built, and would differ between "
-                "workers: draw it from a generator with a seed of its own"
-            )
+    """Raises PlanError for buffers, and for tensors in attributes, of which values were to be drawn
+    as the module was built, or come of such. Parameters are filled later."""
+    for path, part in module.named_modules():
+        for name, value in {**part._buffers, **vars(part)}.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            if is_undrawn(value) or (not value.is_meta and value.isnan().any()):
+                where = f"{path}.{name}".lstrip(".")
+                raise PlanError(
+                    f"{where} is drawn at random as the model is built, or computed of what is, "
+                    "and would differ between workers: draw from a generator with a seed of its "
+                    "own"
+                )
 
 
 def refuse_unknown(firsts: Mapping[str, First]) -> None:

@@ -201,6 +201,8 @@ def test_a_buffer_from_a_generator_of_its_own_has_its_values(device: Any) -> Non
         (lambda: torch.randn(4), r"body\.phases is drawn at random"),
         (lambda: torch.empty(4).uniform_(), r"body\.phases is drawn at random"),
         (lambda: torch.randperm(4), r"the model draws by torch\.randperm"),
+        (lambda: (torch.rand(4) < 0.5).float(), r"body\.phases is drawn at random"),
+        (lambda: torch.rand(4).topk(2).indices, r"body\.phases is drawn at random"),
     ],
 )
 def test_a_buffer_that_workers_would_draw_otherwise_is_refused(
@@ -208,6 +210,16 @@ def test_a_buffer_that_workers_would_draw_otherwise_is_refused(
 ) -> None:
     with pytest.raises((PlanError, ConfigError), match=why):
         build_world(Toy(lambda _: {"body": Features(draw)}), device)
+
+
+def test_an_attribute_that_workers_would_draw_otherwise_is_refused(device: Any) -> None:
+    def parts(_: BuildContext) -> dict[str, Any]:
+        body: Any = linear()
+        body.order = torch.rand(4).argsort()
+        return {"body": body}
+
+    with pytest.raises(PlanError, match=r"body\.order is drawn at random .*, or computed of what"):
+        derived(Toy(parts), "dp1")
 
 
 def test_a_model_that_reads_values_as_it_is_built_is_told_what_to_do(device: Any) -> None:

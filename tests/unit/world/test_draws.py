@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from liver_hpc.errors import PlanError
-from liver_hpc.world.draws import NoDraws, OnMeta, OwnGenerators
+from liver_hpc.world.draws import NoDraws, OnMeta, OwnGenerators, is_undrawn
 
 
 @pytest.mark.parametrize(
@@ -78,6 +81,56 @@ def test_no_numbers_are_drawn_as_a_model_is_built(normal: object) -> None:
     assert torch.equal(torch.get_rng_state(), before)
     with NoDraws(), pytest.raises(PlanError, match=r"torch\.poisson"):
         torch.poisson(torch.ones(3))
+
+
+def _set(tensor: torch.Tensor, index: object, value: object) -> torch.Tensor:
+    tensor[index] = value  # type: ignore[index]
+    return tensor
+
+
+def _row(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    tensor[0].copy_(values)
+    return tensor
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.rand(4) < 0.5,
+        lambda: torch.rand(4).argsort(),
+        lambda: torch.rand(4).topk(2).indices,
+        lambda: torch.arange(4)[torch.rand(4).argsort()],
+        lambda: torch.cat([torch.ones(4), torch.randn(4).sign()]),
+        lambda: (torch.randn(4) > 0).float() * 2 - 1,
+        lambda: torch.where(torch.rand(4) < 0.5, torch.ones(4), torch.zeros(4)),
+        lambda: torch.zeros(4, dtype=torch.long).random_(8),
+        lambda: _set(torch.zeros(4, 4), (slice(None), 0), torch.rand(4) < 0.5),
+        lambda: _row(torch.zeros(4, 4), torch.rand(4) < 0.5),
+        lambda: copy.deepcopy(torch.rand(4) < 0.5),
+    ],
+)
+def test_what_is_computed_of_what_was_not_drawn_is_known(make: object, on_meta: bool) -> None:
+    assert callable(make)
+    with OnMeta() if on_meta else nullcontext(), NoDraws() as draws:
+        assert is_undrawn(make())
+    assert draws.undrawn
+
+
+def test_what_is_not_of_a_draw_is_not_taken_for_it() -> None:
+    own = torch.Generator().manual_seed(5)
+    with NoDraws():
+        drawn, weight = torch.randn(4), torch.nn.Parameter(torch.empty(4).normal_())
+        for each in (
+            weight * 2.0,
+            torch.zeros_like(drawn),
+            drawn.new_zeros(4),
+            torch.ones(1).expand_as(drawn),
+            torch.randn(4).normal_(generator=own),
+            torch.randn(4).copy_(torch.ones(4)),
+            torch.rand(4, generator=own) < 0.5,
+        ):
+            assert not is_undrawn(each)
 
 
 @pytest.mark.parametrize(
