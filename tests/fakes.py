@@ -64,6 +64,7 @@ class WorkerScript:
     faults: FaultInjector
     kept_groups: int = 1
     spec: str = "spec"
+    buffers: tuple[m.ClassDigest, ...] = ()
     step: int = 0
     generation: int = -1
     source: RankMap | None = None
@@ -214,6 +215,7 @@ class WorkerScript:
             spec=self.spec,
             sent=sent,
             received=received,
+            buffers=self.buffers,
             started_s=101.0 + self.worker,
         )
 

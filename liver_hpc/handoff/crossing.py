@@ -35,12 +35,14 @@ PROGRESS_INTERVAL_S = 0.1
 @dataclass(frozen=True)
 class Part:
     """What came of the part of TRANSFER in which these kinds of state move. source, target: digests
-    of all that this worker held and holds, where the run wants the whole compared."""
+    of all that this worker held and holds, where the run wants the whole compared. buffers: else
+    those of the persistent buffers that it held, of which each copy moves by itself."""
 
     kinds: tuple[str, ...]
     moved: Moved
     source: tuple[m.ClassDigest, ...] = ()
     target: tuple[m.ClassDigest, ...] = ()
+    buffers: tuple[m.ClassDigest, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,9 @@ class Crossing:
         if bounded:
             transport.acknowledge(part, moved, deadline)
         if not whole:
-            return Part(kinds, moved)
+            # The source's alone: the target's change with its first forward.
+            buffers = source.digests(kinds, role="buffer") if source else ()
+            return Part(kinds, moved, buffers=buffers)
         return Part(
             kinds, moved, *(state.digests(kinds) if state else () for state in (source, target))
         )
@@ -288,6 +292,7 @@ def _told(
         "received": _pair_digests(part.moved.received for part in parts),
         "source": tuple(digest for part in parts for digest in part.source),
         "target": tuple(digest for part in parts for digest in part.target),
+        "buffers": tuple(digest for part in parts for digest in part.buffers),
         "started_s": started_s,
         "timings_s": dict(timings_s),
     }

@@ -193,6 +193,10 @@ class HandoffMachine:
             )
         else:
             found = [*mismatches(now.votes, now.planned)]
+            if any(vote.buffers for vote in now.votes.values()):
+                held = {w: v.buffers for w, v in now.votes.items()}
+                differ = disagreements(Side("source", now.request.source.rank_map, held))
+                found += [f"persistent buffers: {each}" for each in differ]
         if found:
             return self._abort("; ".join(["digests differ", *found]), now.joiners)
         return self._commit(next(iter(now.scalars.values())))

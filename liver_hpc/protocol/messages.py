@@ -225,8 +225,7 @@ class Evaluated(_InWorld, type="evaluated"):
 
 
 class Verified(_InWorld, type="verified"):
-    """Digests of what a worker of the world that trains held after `step` steps; of persistent
-    buffers none, which change beside."""
+    """Digests of what a worker of the world that trains held after `step` steps."""
 
     step: int
     digests: tuple[ClassDigest, ...]
@@ -262,7 +261,8 @@ class Vote(_InWorld, type="vote"):
     gradients are computed.
 
     spec: the digest of the model's spec by which it planned and moved. sent, received: what
-    crossed. source, target: with `handoff.digests: whole`, all that it held and holds.
+    crossed. source, target: with `handoff.digests: whole`, all that it held and holds. buffers:
+    without that, the persistent buffers that it held.
     started_s: when its first forward began, or, on a leaver, when its parameters were gone.
     timings_s: where the time of crossing went, by what took it.
     """
@@ -274,6 +274,7 @@ class Vote(_InWorld, type="vote"):
     received: tuple[PairDigests, ...] = ()
     source: tuple[ClassDigest, ...] = ()
     target: tuple[ClassDigest, ...] = ()
+    buffers: tuple[ClassDigest, ...] = ()
     started_s: float | None = None
     timings_s: dict[str, float] = {}
 

@@ -202,10 +202,8 @@ class Trainer(WorldHolder):
             yield
             return
         world.settle()
-        kinds, state = world.recipe.spec.kinds, world.state
-        verifying = Beside(
-            "verification", lambda: state.digests(kinds, buffers=False), context.device
-        )
+        kinds, state = world.recipe.spec.kinds, world.state.standing()
+        verifying = Beside("verification", lambda: state.digests(kinds), context.device)
         limit_s = context.config.deadlines.collective_s
         deadline = Deadline.after(context.clock, limit_s, "the digests of the state")
         try:

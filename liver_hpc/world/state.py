@@ -12,7 +12,7 @@ import torch
 from liver_hpc.errors import PlanError
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.ownership import local_shape, optimizer_interval, owned_boxes, slabs
-from liver_hpc.layout.tensors import MAIN, PARAMETER, Box, ModelSpec, TensorSpec
+from liver_hpc.layout.tensors import MAIN, PARAMETER, Box, ModelSpec, Role, TensorSpec
 from liver_hpc.protocol.messages import ClassDigest
 from liver_hpc.transport.digest import MODULUS, add_digest, signed
 
@@ -133,9 +133,12 @@ class WorldState:
         """The tensors of one kind of optimizer state."""
         return (held.optimizer[kind] for held in self._held.values() if kind in held.optimizer)
 
-    def boxes(self, kind: str) -> Iterator[tuple[int, Box]]:
-        """Yields every (tensor index, box) of one kind that this worker owns."""
+    def boxes(self, kind: str, role: Role | None = None) -> Iterator[tuple[int, Box]]:
+        """Yields every (tensor index, box) of one kind that this worker owns; of tensors of one
+        role where it is given."""
         for index in self.model.held_tensors(self.layout, self.at):
+            if role not in (None, self.model.tensors[index].role):
+                continue
             for box in owned_boxes(self.model, self.layout, self.at, kind, index):
                 yield index, box
 
@@ -143,18 +146,16 @@ class WorldState:
         self,
         kinds: Iterable[str],
         *,
-        buffers: bool = True,
+        role: Role | None = None,
         known: Mapping[tuple[str, int, Box], int] = MappingProxyType({}),
     ) -> tuple[ClassDigest, ...]:
         """Digests of what this worker owns, one for each kind and replication class
-        (protocol/votes.py). buffers: persistent ones too. known: those of some boxes, by kind and
-        tensor index. Waits for the device."""
+        (protocol/votes.py). role: of the tensors; None: of any. known: those of some boxes, by kind
+        and tensor index. Waits for the device."""
         totals: dict[tuple[str, bool, bool, bool], torch.Tensor] = {}
         for kind in kinds:
-            for index, box in self.boxes(kind):
+            for index, box in self.boxes(kind, role):
                 tensor = self.model.tensors[index]
-                if tensor.role == "buffer" and not buffers:
-                    continue
                 view = self.view(kind, index, box)
                 key = (kind, tensor.tp_dim is None, tensor.tied, tensor.expert)
                 if key not in totals:

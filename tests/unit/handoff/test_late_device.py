@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,7 @@ from liver_hpc.handoff.beside import Beside
 from liver_hpc.handoff.crossing import Crossing
 from liver_hpc.handoff.session import Session
 from liver_hpc.layout.coordinates import Layout, RankMap
+from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.protocol import messages as m
 from liver_hpc.transport import wire
 from liver_hpc.worker.trainer import Trainer
@@ -68,6 +70,28 @@ def test_a_handoff_goes_through_in_whatever_order_devices_work(
     assert all(world.in_training_lane for world in worlds)
     dropped = {worker: seat.device.dropped_workspaces for worker, seat in run.seats.items()}
     assert dropped == dict.fromkeys({*TP.workers, *target.workers}, 1), "lanes come with handoffs"
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_persistent_buffers_that_copies_have_otherwise_call_a_handoff_off(
+    alike: bool, run: LateRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where what crosses arrives as it left: each copy goes its own way."""
+    buffer, plain = replace(TIED.tensors[-1], role="buffer"), LateWorld._grow
+    model = replace(TIED, tensors=(*TIED.tensors[:-1], buffer))
+    monkeypatch.setattr("tests.late_worlds.TIED", model)
+
+    def grow(world: LateWorld, kinds: tuple[str, ...]) -> None:
+        plain(world, kinds)
+        if PARAMETER in kinds and world.worker == 1 and not alike:
+            world.state.view(PARAMETER, len(model.tensors) - 1, buffer.whole).add_(0.5)
+
+    monkeypatch.setattr(LateWorld, "_grow", grow)
+    run.source = RankMap(Layout(1, 1, 2), (0, 1))
+    run.begin()
+    ended = run.hand_off(TP)
+    assert ended.outcome == ("completed" if alike else "aborted"), ended.detail
+    assert alike or "digests differ; persistent buffers: parameter (re" in ended.detail
 
 
 def rehearsals(monkeypatch: pytest.MonkeyPatch) -> list[int]:

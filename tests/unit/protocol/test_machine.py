@@ -261,6 +261,28 @@ def test_a_wrong_digest_aborts_and_the_text_says_whose(worker: int) -> None:
     assert f"{worker}" in play.outcome.detail.split("from worker ")[1].split(":")[0]
 
 
+@pytest.mark.parametrize(
+    ("worker", "outcome"), [(1, "aborted"), (2, "completed")], ids=["source", "joiner"]
+)
+def test_persistent_buffers_that_differ_between_copies_of_the_source_abort(
+    worker: int, outcome: str
+) -> None:
+    def buffers(value: str) -> tuple[m.ClassDigest, ...]:
+        digest = {"kind": "parameter", "tp_replicated": True, "multi_stage": False}
+        return (m.ClassDigest(**digest, value=value),)
+
+    play = Play(CHANGES["grow"])
+    for each in play.change.source.workers:
+        play.scripts[each].buffers = buffers(f"{7:016x}")
+    play.scripts[worker].buffers = buffers(f"{8:016x}")
+    play.begin()
+    play.run(random.Random(1))
+    assert play.outcome is not None
+    assert play.outcome.outcome == outcome
+    said = "digests differ; persistent buffers: parameter (replicated over tp): source copy"
+    assert (said in play.outcome.detail) == (outcome == "aborted")
+
+
 @pytest.mark.parametrize("worker", [0, 2])
 def test_workers_with_different_specs_of_the_model_abort(worker: int) -> None:
     play = Play(CHANGES["grow"])

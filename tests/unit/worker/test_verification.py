@@ -35,19 +35,19 @@ def test_they_come_to_their_end_before_the_failure_is_known() -> None:
     )
     ended: list[str] = []
 
-    def digests(_kinds: Any, *, buffers: bool) -> tuple[()]:
+    def digests(_kinds: Any) -> tuple[()]:
         time.sleep(0.2)
-        ended.append(f"buffers: {buffers}")
+        ended.append("of a state whose buffers stand")
         return ()
 
     recipe = SimpleNamespace(spec=SimpleNamespace(kinds=("parameter",)))
-    state = SimpleNamespace(digests=digests)
+    state = SimpleNamespace(standing=lambda: SimpleNamespace(digests=digests))
     world: Any = SimpleNamespace(settle=lambda: None, recipe=recipe, state=state, generation=0)
     trainer = Trainer(context)
     trainer.step = 1
     with pytest.raises(TransferError, match="a peer is gone"), trainer._verification(world):
         raise TransferError("a peer is gone")
-    assert ended == ["buffers: False"]
+    assert ended == ["of a state whose buffers stand"]
     assert not sent
     with trainer._verification(world):
         pass

@@ -7,7 +7,7 @@ import torch
 
 from liver_hpc.errors import PlanError
 from liver_hpc.layout.coordinates import Coordinate, Layout
-from liver_hpc.layout.ownership import local_shape, stage_shards
+from liver_hpc.layout.ownership import local_shape, optimizer_interval
 from liver_hpc.layout.tensors import EXP_AVG, MAIN, MOMENTS, PARAMETER, Box, ModelSpec
 from liver_hpc.world.state import HeldTensor, WorldState
 from tests.unit.layout.models import TIED, UNTIED_BF16
@@ -16,18 +16,15 @@ from tests.unit.layout.models import TIED, UNTIED_BF16
 def state_at(
     model: ModelSpec, layout: Layout, at: Coordinate, dtype: torch.dtype = torch.float32
 ) -> WorldState:
-    shards = stage_shards(model, layout, at.pp)
     held = {}
     for index in model.held_tensors(layout, at):
         tensor = model.tensors[index]
         rows, cols = local_shape(tensor, layout.tp)
         shape = (rows, cols) if len(tensor.shape) == 2 else (rows,)
-        start, end = shards.interval(index, at.replica)
+        start, end = optimizer_interval(model, layout, at, index)
         length = end - start
         optimizer = {kind: torch.zeros(length) for kind in (MAIN, *MOMENTS)} if length else {}
-        held[index] = HeldTensor(
-            torch.zeros(shape, dtype=dtype), (start, start + length), optimizer
-        )
+        held[index] = HeldTensor(torch.zeros(shape, dtype=dtype), (start, end), optimizer)
     return WorldState(model, layout, at, held)
 
 
