@@ -97,7 +97,7 @@ class Snapshots:
         newest = self.newest_step(world.generation)
         if taking.pending or (newest is not None and step - newest < self._every):
             return
-        world.renew_buffers()
+        world.renew_untrained()
         # Buffers may change with the next forward, the rest with the update, which waits.
         taking.begin(world.state.standing(), world.scalar_state(step))
 

@@ -211,10 +211,10 @@ class World:
         self._clear_gradients()
         clear_caches(self.chunks)
         megatron.begin_again(self.chunks)
-        self.renew_buffers()  # raises where a step leaves other buffers than it found
+        self.renew_untrained()  # raises where a step leaves other buffers than it found
         for place, tensor, values in kept:
             place.put(tensor, values)
-        self.renew_buffers()
+        self.renew_untrained()
 
     def close(self, spared: frozenset[int] = frozenset()) -> None:
         """Frees memory and forgets the groups. The world must not be used any more.
@@ -434,18 +434,22 @@ class World:
     @_in_its_groups
     def settle(self) -> None:
         """Brings the state's tensors up to date at a step's end, before they are moved or saved:
-        parameters that are gathered with the next forward, buffers that lie elsewhere now.
+        parameters that are gathered with the next forward, what a forward has put elsewhere.
         Collective over the world where `train.overlap_param_gather` is set. Who uses them asks
         `GroupBook.check` once the device is there."""
         if self.recipe.config.train.overlap_param_gather:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
-        self.renew_buffers()
+        self.renew_untrained()
 
-    def renew_buffers(self) -> None:
-        """Takes over the memory in which persistent buffers lie now. Not collective."""
+    def renew_untrained(self) -> None:
+        """Takes over the memory in which persistent buffers and frozen parameters lie now. Not
+        collective."""
         for index, place in self._buffers.items():
             self.state.renew(index, place.tensor)
+        for index, tensor in self.tensors.items():
+            if self.recipe.spec.tensors[index].role == "frozen":
+                self.state.renew(index, tensor.data)
 
     def optimizer_groups(self) -> list[dict[str, Any]]:
         """The options of each of Adam's parameter groups on this worker."""

@@ -342,6 +342,42 @@ def test_a_buffer_that_a_forward_replaces_is_settled_at_the_boundary(device: Any
     world.close()
 
 
+class Averaging(RandomTokenGPT):
+    """A frozen average, which each forward puts another tensor in the place of."""
+
+    def build(self, context: BuildContext) -> Any:
+        model = super().build(context)
+        model.average = frozen()
+
+        def average(_module: Any, _inputs: Any, _output: Any) -> None:
+            weight = model.average.weight
+            weight.data = weight.data * 0.5
+
+        model.embedding.register_forward_hook(average)
+        return model
+
+
+def test_a_frozen_parameter_that_a_forward_replaces_is_the_one_that_is_held(device: Any) -> None:
+    """From the rehearsal on, after which values come."""
+    config = tiny_config()
+    recipe = Averaging(GPTConfig.model_validate(config.model), config)
+    recipe.open(Path())
+    world = build_world(recipe, device)
+    (index,) = (i for i, t in enumerate(recipe.spec.tensors) if t.name == "average.weight")
+    weight = world.tensors[index]
+
+    def held() -> torch.Tensor:
+        return world.state.view("parameter", index, recipe.spec.tensors[index].whole)
+
+    world.warm_up()
+    held().fill_(2.0)
+    assert weight.unique().tolist() == [2.0]
+    weight.data = weight.data * 0.5
+    world.settle()
+    assert held().unique().tolist() == [1.0]
+    world.close()
+
+
 def test_a_buffer_that_becomes_another_one_is_refused_by_name(device: Any) -> None:
     world = build_world(counting(), device)
     world.chunks[0].module.counts.calls = torch.zeros(2)

@@ -118,7 +118,7 @@ class Keeper:
             rank_map=rank_map,
             generation=generation,
             state=state,
-            renew_buffers=lambda: None,
+            renew_untrained=lambda: None,
             scalar_state=lambda step: SCALARS.model_copy(update={"step": step}),
             views=[state.view(kind, *owned) for kind in TIED.kinds for owned in state.boxes(kind)],
         )
