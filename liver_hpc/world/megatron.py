@@ -324,6 +324,12 @@ def in_low_precision(module: Any) -> Any:
     return wrapped
 
 
+def as_built(chunk: Any) -> Any:
+    """The module that the recipe has built, in a chunk's wrappers."""
+    module = chunk.module
+    return module.module if isinstance(module, Float16Module) else module
+
+
 def configure_for_schedules(config: Any, chunks: list[Any], layout: Layout) -> None:
     """Tells a chunk's configuration what Megatron's schedules call at the end of a batch."""
     config.finalize_model_grads_func = finalize_model_grads

@@ -45,6 +45,7 @@ from liver_hpc.world.forget import clear_caches, forget
 from liver_hpc.world.forward_times import new_timer
 from liver_hpc.world.groups import GroupBook
 from liver_hpc.world.rehearsed import Shapes
+from liver_hpc.world.sharded import state_tensors
 from liver_hpc.world.state import HeldTensor, WorldState
 from liver_hpc.world.steps import Flags, Gradients, StepResult
 from liver_hpc.world.thread import MicroBatch
@@ -111,6 +112,7 @@ class World:
         self.forward_times = new_timer(device.torch_device, skips_first=gathers)
         self._allocating = nullcontext if kept is None else partial(untouched, kept)
         self.gradients_are_clear = kept is None  # as megatron allocates them
+        self._looked_at = False  # what a forward has left behind
         self.book = GroupBook(generation, worker, device)
         try:
             self._build()
@@ -208,10 +210,10 @@ class World:
         with thread.rehearsal(), quiet:
             self.forward_backward(0, most=micro_batches)
             self.update(0)
-        self._clear_gradients()
         clear_caches(self.chunks)
         megatron.begin_again(self.chunks)
         self.renew_untrained()  # raises where a step leaves other buffers than it found
+        self._clear_gradients()
         for place, tensor, values in kept:
             place.put(tensor, values)
         self.renew_untrained()
@@ -444,12 +446,26 @@ class World:
 
     def renew_untrained(self) -> None:
         """Takes over the memory in which persistent buffers and frozen parameters lie now. Not
-        collective."""
+        collective. Raises PlanError, once a forward has been, for state that is not in the spec."""
+        if not (self._looked_at or self.gradients_are_clear):
+            self._refuse_late_state()
+            self._looked_at = True
         for index, place in self._buffers.items():
             self.state.renew(index, place.tensor)
         for index, tensor in self.tensors.items():
             if self.recipe.spec.tensors[index].role == "frozen":
                 self.state.renew(index, tensor.data)
+
+    def _refuse_late_state(self) -> None:
+        known = {id(tensor) for tensor in self.tensors.values()}
+        known |= {id(place.tensor) for place in self._buffers.values()}
+        for chunk in self.chunks:
+            for name, tensor in state_tensors(megatron.as_built(chunk)).items():
+                if id(tensor) not in known:
+                    raise PlanError(
+                        f"{name} came to be in a forward, after the model was built, and would not "
+                        "be moved: register it in `build`, in its shape"
+                    )
 
     def optimizer_groups(self) -> list[dict[str, Any]]:
         """The options of each of Adam's parameter groups on this worker."""

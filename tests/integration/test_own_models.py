@@ -378,6 +378,49 @@ def test_a_frozen_parameter_that_a_forward_replaces_is_the_one_that_is_held(devi
     world.close()
 
 
+class Late(RandomTokenGPT):
+    """Has state of its own from its first forward on: a new buffer, one that was None, or extra."""
+
+    how = "new"
+
+    def build(self, context: BuildContext) -> Any:
+        model = super().build(context)
+        part = model.embedding
+        if self.how == "none":
+            part.register_buffer("seen", None)
+        elif self.how == "extra":
+            part.seen = Scaled(torch.empty(0))
+
+        def forward(*_of: Any) -> None:
+            if self.how == "extra":
+                part.seen.extra = torch.ones(2)
+            else:
+                part.register_buffer("seen", torch.ones(2))
+
+        part.register_forward_hook(forward)
+        return model
+
+
+@pytest.mark.parametrize("rehearsed", [True, False])
+@pytest.mark.parametrize(("how", "dtype"), [("new", "fp32"), ("none", "bf16"), ("extra", "bf16")])
+def test_state_that_comes_to_be_in_the_first_forward_is_refused_by_name(
+    how: str, dtype: str, rehearsed: bool, device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Late, "how", how)
+    config = tiny_config(dtype=dtype)
+    recipe = Late(GPTConfig.model_validate(config.model), config)
+    recipe.open(Path())
+    world = build_world(recipe, device)
+    world.settle()
+    if not rehearsed:
+        with thread.rehearsal():
+            world.forward_backward(0, most=1)
+    why = r"embedding\.seen(\._extra_state is not moved| came to be in a forward, after)"
+    with pytest.raises(PlanError, match=why):
+        world.warm_up() if rehearsed else world.settle()
+    world.close()
+
+
 def test_a_buffer_that_becomes_another_one_is_refused_by_name(device: Any) -> None:
     world = build_world(counting(), device)
     world.chunks[0].module.counts.calls = torch.zeros(2)
