@@ -89,7 +89,7 @@ class Derivation:
 
         For a process without a world: it replaces the sentinel group, at last by that of the
         class's worker. Raises PlanError for a model whose first values are neither known nor given
-        by the recipe.
+        by the recipe, or which draws from numpy's or Python's streams as it is built.
         """
         wanted = sorted({layout.least for layout in layouts})
         refused: dict[str, str] = {}
@@ -156,7 +156,7 @@ class Derivation:
             found.update(recorder.first_values(module))
             return [module]
 
-        with self._seat(self._whole, self._whole.workers[0], build):
+        with draws.only_of_torch(), self._seat(self._whole, self._whole.workers[0], build):
             pass
         if type(self._recipe).initial is Recipe.initial:
             refuse_unknown(found)

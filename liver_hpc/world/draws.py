@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
@@ -76,6 +79,27 @@ class NoDraws(TorchFunctionMode):
         self.undrawn = True
         _mark(tensor, tensor._base)
         return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+
+@contextmanager
+def only_of_torch() -> Iterator[None]:
+    """Encloses the building of a model in a process that does nothing beside. Raises PlanError
+    where it draws from the process's streams of numpy or Python, which no worker has alike."""
+    before = _other_streams()
+    yield
+    drawn = [name for name, stream in _other_streams().items() if stream != before[name]]
+    if drawn:
+        raise PlanError(
+            f"the model draws by {' and '.join(drawn)} as it is built, which would differ between "
+            "workers: draw from a generator with a seed of its own, numpy.random.default_rng(5) or "
+            "random.Random(5), say"
+        )
+
+
+def _other_streams() -> dict[str, Any]:
+    """Where they stand."""
+    state: Any = np.random.get_state()
+    return {"numpy.random": (state[1].tobytes(), *state[2:]), "random": random.getstate()}
 
 
 def is_undrawn(value: Any) -> bool:

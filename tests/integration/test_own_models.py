@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import random
 import threading
 import time
 import weakref
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -203,6 +205,8 @@ def test_a_buffer_from_a_generator_of_its_own_has_its_values(device: Any) -> Non
         (lambda: torch.randperm(4), r"the model draws by torch\.randperm"),
         (lambda: (torch.rand(4) < 0.5).float(), r"body\.phases is drawn at random"),
         (lambda: torch.rand(4).topk(2).indices, r"body\.phases is drawn at random"),
+        (lambda: torch.tensor(numpy.random.rand(4)), r"the model draws by numpy\.random as"),
+        (lambda: torch.full((4,), random.random()), r"the model draws by random as it is built"),
     ],
 )
 def test_a_buffer_that_workers_would_draw_otherwise_is_refused(
