@@ -8,6 +8,7 @@ compared with those of one worker.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,8 @@ class Trained:
 
     def apart(self, other: Trained) -> float:
         """The largest relative difference to another's values; NaN where one is not finite."""
+        if not all(map(math.isfinite, (*self.values, *other.values))):
+            return math.nan  # which `max` would step over
         both = zip(self.values, other.values, strict=True)
         return max(abs(mine - theirs) / max(abs(theirs), 1e-30) for mine, theirs in both)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -102,6 +103,22 @@ def test_layouts_of_every_axis_are_compared_each_at_its_least(
     assert check_model(config, said.append)
     assert trained == ["tp1 pp1 dp1", "tp1 pp2 dp1", "tp1 pp2 dp1 vpp2", "tp2 pp1 dp1"]
     assert len(said) == 4
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_trains_to_no_number_is_another_model(
+    value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it begins as it should."""
+    for wrong in (("tp2 pp1 dp1",), ("tp1 pp1 dp1",), ("tp2 pp1 dp1", "tp1 pp1 dp1")):
+        monkeypatch.setattr(
+            check,
+            "_train",
+            lambda _, layout, of=wrong: Trained(layout, (1.0, value if str(layout) in of else 2.0)),
+        )
+        said: list[str] = []
+        assert not check_model(run_config(tmp_path, 10, layouts={2: {"tp": 2}}), said.append)
+        assert "ANOTHER MODEL" in said[-1]
 
 
 def test_what_is_too_large_for_this_machine_is_told_before_anything_is_trained(
