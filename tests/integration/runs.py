@@ -19,6 +19,7 @@ from liver_hpc.report.store import RunRecords, read_run
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.outcome import Outcome
 from tests.integration.replay import check_replay
+from tests.integration.worlds import apart
 
 ENDLESS = 100_000
 """Steps of a run that a test stops itself."""
@@ -67,10 +68,8 @@ def start(config: RunConfig) -> RunDirectory:
 def worst_difference(
     ours: Sequence[tuple[float, float]], quiet: Sequence[tuple[float, float]]
 ) -> float:
-    """The largest relative difference of loss or gradient norm over all steps of ours."""
-    assert len(ours) <= len(quiet)
-    pairs = zip(ours, quiet, strict=False)
-    return max(abs(x - y) / abs(y) for pair in pairs for x, y in zip(*pair, strict=True))
+    """How far `apart` all steps of ours are from those of a run that may be longer."""
+    return apart(ours, quiet[: len(ours)])
 
 
 def stop_and_read(run: RunDirectory) -> RunRecords:

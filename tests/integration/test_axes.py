@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integration.processes import run_workers
+from tests.integration.runs import worst_difference
 from tests.integration.worlds import Case, apart, train_cases
 
 LAYOUTS = [
@@ -76,3 +78,15 @@ def test_two_stages_take_each_message_for_what_it_is(tmp_path: Path) -> None:
         (directory := tmp_path / str(batch)).mkdir()
         whole, *others = run_workers(train_cases, 2, directory, cases)[0]
         assert all(apart(other, whole) < 1e-5 for other in others), batch
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_no_number_is_like_nothing(value: float) -> None:
+    """Whichever value it is, and in both."""
+    steps = [(1.0, 2.0), (1.0, 2.0)]
+    for other in ([(1.0, value), (1.0, 2.0)], [(1.0, 2.0), (value, 2.0)]):
+        for ours, quiet in ((other, steps), (steps, other), (other, other)):
+            with pytest.raises(AssertionError):
+                apart(ours, quiet)
+            with pytest.raises(AssertionError):
+                worst_difference(ours, [*quiet, steps[0]])

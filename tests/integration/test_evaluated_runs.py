@@ -12,6 +12,7 @@ from tests.integration.elastic import elastic_run
 from tests.integration.runs import ENDLESS, run_config, start, stop_and_read, watch
 from tests.integration.test_checkpoint import go_on
 from tests.integration.test_kinds_of_state import stopped
+from tests.integration.worlds import apart
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("unhurried_steps")]
 
@@ -40,8 +41,7 @@ def test_validation_losses_around_five_handoffs_are_those_of_a_fixed_run(tmp_pat
     found, expected = evaluations(elastic), evaluations(stop_and_read(run))
     done = len(elastic.steps)
     assert found.keys() - {done} == {*range(2, done, 2)}, "none is done where a run is stopped"
-    apart = {step: abs(loss - expected[step]) / expected[step] for step, loss in found.items()}
-    assert max(apart.values()) <= 1e-5, apart
+    assert apart([(*found.values(),)], [tuple(expected[step] for step in found)]) <= 1e-5
     worlds = {each.generation for each in elastic.evaluations}
     assert len(worlds) >= 4
     _check_that_no_evaluation_counts_as_lost_or_as_a_step(elastic)

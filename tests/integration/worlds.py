@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -135,7 +136,9 @@ def train_cases(process: WorkerProcess, cases: Sequence[Case]) -> list[Any]:
 
 
 def apart(one: Sequence[tuple[float, ...]], other: Sequence[tuple[float, ...]]) -> float:
-    """The largest relative difference of two courses of loss, gradient norm and metrics."""
+    """The largest relative difference of two courses of loss, gradient norm and metrics, which have
+    as many steps and values. All of them must be finite: `max` would step over NaN."""
     assert len(one) == len(other) > 0
+    assert all(math.isfinite(value) for step in (*one, *other) for value in step), (one, other)
     both = [pair for a, b in zip(one, other, strict=True) for pair in zip(a, b, strict=True)]
     return max(abs(mine - theirs) / abs(theirs) for mine, theirs in both)
