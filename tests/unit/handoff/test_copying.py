@@ -1,4 +1,4 @@
-"""When the source's last boundary is copied, of what a crossing does after the vote."""
+"""What a crossing does after the vote, and when in it the source's last boundary is copied."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Told:
 
 
 @pytest.mark.parametrize("stays", [True, False])
-def test_the_boundary_is_copied_before_the_state_changes_or_goes(
+def test_the_state_changes_after_the_verdict_and_once_the_boundary_is_copied(
     stays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a leaver it goes with the end of the crossing."""
+    """On a leaver the state goes with the end of the crossing."""
     told = Told()
     context = SimpleNamespace(
         worker=0,
@@ -50,7 +50,12 @@ def test_the_boundary_is_copied_before_the_state_changes_or_goes(
         gradients.append(None)
         return SimpleNamespace(started_s=1.0)
 
+    def verdict(_crossing: Crossing) -> Any:
+        told.asked.append("verdict")
+        return SimpleNamespace(scalars=SCALARS)
+
     monkeypatch.setattr(Crossing, "_cross", cross)
-    monkeypatch.setattr(Crossing, "_verdict", lambda _crossing: SimpleNamespace(scalars=SCALARS))
+    monkeypatch.setattr(Crossing, "_verdict", verdict)
     Crossing(session, target, None, told).run(None)
-    assert told.asked == ["taken", *(["update 7", "keep pace 8", "agree"] if stays else [])]
+    first_step = ["update 7", "keep pace 8", "agree"] if stays else []
+    assert told.asked == ["verdict", "taken", *first_step]
