@@ -283,6 +283,33 @@ def test_persistent_buffers_that_differ_between_copies_of_the_source_abort(
     assert (said in play.outcome.detail) == (outcome == "aborted")
 
 
+@pytest.mark.parametrize(("side", "wrong"), [("", -1), ("source", 1), ("target", 0), ("target", 2)])
+def test_digests_of_all_that_both_worlds_hold_decide_where_votes_tell_them(
+    side: str, wrong: int
+) -> None:
+    """As in `handoff.digests: whole`: of a tensor that every worker has a copy of."""
+    play = Play(CHANGES["grow"])
+    play.begin()
+    while play.machine.phase is not Phase.ARMED:
+        play.step(play.pending()[0])
+    for worker in play.change.everybody:
+        told = {}
+        for name, world in (("source", play.change.source), ("target", play.change.target)):
+            if worker in world.workers:
+                value = ("f" if (name, worker) == (side, wrong) else "0") * 16
+                copy = {"tp_replicated": True, "multi_stage": False, "value": value}
+                told[name] = (m.ClassDigest(kind="parameter", **copy),)
+        *before, vote = play.mail[worker]
+        assert isinstance(vote, m.Vote)
+        play.mail[worker] = [*before, vote.model_copy(update=told)]
+    play.run(random.Random(1))
+    play.assert_never_a_mix()
+    assert play.outcome is not None
+    assert play.outcome.outcome == ("aborted" if side else "completed")
+    assert ("digests differ; parameter" in play.outcome.detail) == bool(side)
+    assert (f"(workers [{wrong}]) is ffff" in play.outcome.detail) == bool(side)
+
+
 @pytest.mark.parametrize("worker", [0, 2])
 def test_workers_with_different_specs_of_the_model_abort(worker: int) -> None:
     play = Play(CHANGES["grow"])
