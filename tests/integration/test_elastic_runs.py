@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -41,14 +42,12 @@ def test_loss_and_gradient_norm_of_a_run_with_five_handoffs_match_a_fixed_run(
     assert worst_difference(losses(elastic), losses(quiet)) <= 1e-4
     learning_rates = [record.learning_rate for record in elastic.steps]
     assert learning_rates == [r.learning_rate for r in quiet.steps][: len(learning_rates)]
-    figures = run_figures(elastic)
-    medians_s = {world.generation: world.median_step_s for world in figures.generations}
-    for attempt in figures.reconfigurations:
+    for attempt in run_figures(elastic).reconfigurations:
         assert attempt.path is not None
-        explained_s = attempt.path.lines.sum_s
-        assert explained_s == pytest.approx(attempt.lost_s + medians_s[attempt.generation])
         assert attempt.path.lines.forward_backward_s > 0
-        assert attempt.cost_s == pytest.approx(attempt.lost_s + attempt.slowdown_s)
+    # What is in no lost time is in a step: each begins where the one before has ended.
+    within = [pair for pair in pairwise(elastic.steps) if pair[0].generation == pair[1].generation]
+    assert all(after.started_s == before.ended_s for before, after in within)
 
 
 def test_a_run_whose_workers_are_replaced_is_bit_equal_to_one_whose_are_not(

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from liver_hpc.clock import FakeClock, SystemClock
+from liver_hpc.handoff.crossing import Crossed
+from liver_hpc.protocol.messages import ScalarState
 from liver_hpc.worker.trainer import Trainer
 from tests.unit.config.runs import minimal
+
+SCALARS = ScalarState(step=5, consumed_samples=40, optimizer_step=5, loss_scale=1.0, seed=1)
 
 
 def trainer_at_a_boundary() -> tuple[Any, list[object]]:
@@ -38,6 +43,29 @@ def test_a_checkpoint_that_was_not_made_where_it_goes_on_from_is_begun_first() -
     trainer.train()
     trainer.train()
     assert saved == [(world, 5)]
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+def test_lost_time_begins_with_the_end_of_the_last_step_whatever_comes_before_the_boundary(
+    bounded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parameters that are gathered, or in bounded memory the checkpoint."""
+    trainer, _ = trainer_at_a_boundary()
+    clock = FakeClock(12.5)
+    trainer._context = SimpleNamespace(clock=clock, checkpoints=Path(), worker=0)
+    trainer._tell_ranks = trainer._save = lambda _: clock.advance(80.0)
+    told: list[Any] = []
+    crossed = Crossed(SCALARS, None, 100.0, 101.0)
+    crossing = SimpleNamespace(run=lambda boundary: told.append(boundary) or crossed)
+    monkeypatch.setattr("liver_hpc.worker.trainer.Crossing", lambda *_: crossing)
+    monkeypatch.setattr(trainer, "_arrive", lambda *_: None, raising=False)
+    session: Any = SimpleNamespace(prepared=object(), bounded=bounded, generation=4, target=None)
+    source: Any = SimpleNamespace(
+        settle=lambda: clock.advance(80.0), scalar_state=lambda _step: SCALARS
+    )
+    trainer._hand_off(session, source, 12.5)
+    assert clock.now_s() > 90.0
+    assert [boundary.last_step_ended_s for boundary in told] == [12.5]
 
 
 @pytest.mark.parametrize("comes", ["before", "after it", "never"])
