@@ -11,6 +11,8 @@ import pytest
 from liver_hpc.cli.client import request
 from liver_hpc.protocol.messages import ReplaceRequest, ResizeRequest
 from liver_hpc.protocol.status import StatusSnapshot
+from liver_hpc.report.store import RunRecords
+from tests.integration.elastic import losses
 from tests.integration.nodes import on_nodes, workers_of
 from tests.integration.runs import (
     ENDLESS,
@@ -20,14 +22,10 @@ from tests.integration.runs import (
     stop_and_read,
     wait_until,
     watch,
+    worst_difference,
 )
 
-pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture(autouse=True)
-def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LIVER_TEST_STEP_S", "0.1")
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("unhurried_steps")]
 
 
 def called_off(times: int, *spares: int) -> Callable[[StatusSnapshot], bool]:
@@ -36,7 +34,7 @@ def called_off(times: int, *spares: int) -> Callable[[StatusSnapshot], bool]:
 
 
 def test_joiners_of_a_handoff_that_was_called_off_join_by_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, quiet: RunRecords, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A source worker calls two handoffs off; the joiners have the same processes in both and hold
     no more than before. One is killed, which costs nothing; the other one has a seat in the end."""
@@ -63,14 +61,18 @@ def test_joiners_of_a_handoff_that_was_called_off_join_by_the_next_one(
     watch(run, lambda status: status.handoffs_done == 1, 30.0)
     assert other in workers_of(run)
     assert len(workers_of(run)) == 2
-    first, second, third = stop_and_read(run).reconfigurations
+    records = stop_and_read(run)
+    assert worst_difference(losses(records), losses(quiet)) <= 1e-4
+    first, second, third = records.reconfigurations
     assert (first.spares, second.spares, third.spares) == (0, 2, 1)
     assert (third.outcome, third.digest_equal) == ("completed", True)
     assert third.boot_ended_s - third.notice_s < 0.2
     wait_until(lambda: not processes_of(run), 20.0, "the run's processes to end")
 
 
-def test_a_standby_takes_the_seat_of_a_worker_whose_node_is_taken_away(tmp_path: Path) -> None:
+def test_a_standby_takes_the_seat_of_a_worker_whose_node_is_taken_away(
+    tmp_path: Path, quiet: RunRecords
+) -> None:
     """Without boot, and without rehearsal of whichever stage it comes to. Then another standby
     boots, and ends with the run."""
     sections = {"workers": {"standby": 1}, "layouts": {2: [{"pp": 2}]}, "policy": {"settle_s": 0.1}}
@@ -94,6 +96,7 @@ def test_a_standby_takes_the_seat_of_a_worker_whose_node_is_taken_away(tmp_path:
     assert float(prepared[1]) < 0.02
 
     records = stop_and_read(run)
+    assert worst_difference(losses(records), losses(quiet)) <= 1e-4
     (record,) = records.reconfigurations
     assert (record.outcome, record.digest_equal, record.spares) == ("completed", True, 1)
     assert record.boot_ended_s - record.notice_s < 0.2
