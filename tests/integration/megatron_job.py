@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import math
 import multiprocessing
 import zlib
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from liver_hpc.layout.coordinates import Layout
-from tests.integration.random_tokens import RandomTokenGPT, tiny_config
+from tests.integration.random_tokens import RandomTokenGPT, RandomTokens, tiny_config
 
 ADAM_STEP = 7
 SIZES = {"layers": 4, "hidden": 32, "ffn_hidden": 48, "seq_length": 8, "vocab_size": 64}
@@ -25,13 +26,15 @@ SIZES = {"layers": 4, "hidden": 32, "ffn_hidden": 48, "seq_length": 8, "vocab_si
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model in a layout, and how its optimizer is saved: the sharding type."""
+    """A model in a layout, how its optimizer is saved: the sharding type; and further sections of
+    the run file."""
 
     layout: str
     model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sharding: str = "dp_reshardable"
     overlap: bool = False
     distributed: bool = True
+    sections: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def sizes(self) -> Layout:
@@ -151,6 +154,45 @@ class MegatronJob:
             )
             _end_writers()
 
+    def train(self, case: Case, first: Mapping[str, Any], steps: int) -> list[tuple[float, float]]:
+        """Loss and gradient norm of steps of one worker, as a script's loop has them. first: values
+        of parameters, by name."""
+        import torch
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        def forward(samples: Iterator[Any], model: Any) -> Any:
+            tokens, labels, _ = (part[None] for part in next(samples))
+            losses = model(tokens, torch.arange(tokens.shape[1])[None], None, labels=labels)
+            return losses, lambda losses: (losses.mean(), losses.mean().item())
+
+        course = []
+        with _Job(case) as job:
+            (chunk,) = job.chunks
+            for name, parameter in chunk.bare.named_parameters():
+                parameter.data.copy_(torch.from_numpy(first[name]))
+            chunk.config.finalize_model_grads_func = finalize_model_grads
+            job.set_steps(0)
+            batch = case.sections["train"]["global_batch"]
+            data = RandomTokens(SIZES["seq_length"], SIZES["vocab_size"])
+            samples = map(data.sample, itertools.count())
+            for _ in range(steps):
+                chunk.zero_grad_buffer()
+                job.optimizer.zero_grad()
+                losses = get_forward_backward_func()(
+                    forward_step_func=forward,
+                    data_iterator=samples,
+                    model=[chunk],
+                    num_microbatches=batch,
+                    seq_length=SIZES["seq_length"],
+                    micro_batch_size=1,
+                    forward_only=False,
+                )
+                _, grad_norm, _ = job.optimizer.step()
+                job.scheduler.step(1)
+                course.append((sum(losses) / batch, grad_norm))
+        return course
+
     def load(self, case: Case, path: str) -> Any:
         """Loads a checkpoint; (iteration, samples, Adam's steps, what differs)."""
         import torch
@@ -215,6 +257,7 @@ class _Job:
             DistributedDataParallelConfig,
         )
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.core.transformer.module import Float16Module
 
@@ -230,7 +273,7 @@ class _Job:
             create_gloo_process_groups=False,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(1)
-        recipe = recipe_of(self._case.model)
+        recipe = recipe_of(self._case.model, **self._case.sections)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         at = sizes.coordinate(torch.distributed.get_rank())
         bf16 = recipe.options.dtype == "bf16"
@@ -251,11 +294,17 @@ class _Job:
             )
             chunk.bare = module
             self.chunks.append(chunk)
+        adam = recipe.config.optimizer
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
-                lr=recipe.config.optimizer.lr,
-                min_lr=recipe.config.optimizer.min_lr,
+                lr=adam.lr,
+                min_lr=adam.min_lr,
+                weight_decay=adam.weight_decay,
+                adam_beta1=adam.beta1,
+                adam_beta2=adam.beta2,
+                adam_eps=adam.eps,
+                clip_grad=adam.clip_grad,
                 bf16=bf16,
                 params_dtype=torch.bfloat16 if bf16 else torch.float32,
                 use_distributed_optimizer=self._case.distributed,
@@ -264,6 +313,19 @@ class _Job:
             use_gloo_process_groups=False,
         )
         self._begin_adam()
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=adam.lr,
+            min_lr=adam.min_lr,
+            lr_warmup_steps=0,
+            lr_decay_steps=1,
+            lr_decay_style="constant",
+            start_wd=adam.weight_decay,
+            end_wd=adam.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
         return self
 
     def __exit__(self, *_error: object) -> None:
