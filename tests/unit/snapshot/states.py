@@ -16,7 +16,8 @@ SCALARS = ScalarState(step=7, consumed_samples=56, optimizer_step=7, loss_scale=
 
 
 def filled(model: ModelSpec, layout: Layout, at: Coordinate, dtype: torch.dtype) -> WorldState:
-    """The same state in whatever layout: each element's value says where it is."""
+    """The same state in whatever layout: each element's value says where it is. dtype: of what has
+    the model's precision; the rest is fp32."""
     held = {}
     for index in model.held_tensors(layout, at):
         tensor = model.tensors[index]
@@ -25,7 +26,9 @@ def filled(model: ModelSpec, layout: Layout, at: Coordinate, dtype: torch.dtype)
         own = {MAIN: torch.zeros(0)} if model.main_is_parameter else {}
         kinds = {kind: torch.zeros(end - start) for kind in model.optimizer_kinds}
         shape = (rows, cols) if len(tensor.shape) == 2 else (rows,)
-        held[index] = HeldTensor(torch.zeros(shape, dtype=dtype), (start, end), own | kinds)
+        low = model.element_bytes(PARAMETER, index) == dtype.itemsize
+        value = torch.zeros(shape, dtype=dtype if low else torch.float32)
+        held[index] = HeldTensor(value, (start, end), own | kinds)
     state = WorldState(model, layout, at, held)
     for number, kind in enumerate((PARAMETER, MAIN, EXP_AVG, EXP_AVG_SQ)):
         if kind not in model.kinds:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,16 +18,26 @@ from liver_hpc.clock import SystemClock
 from liver_hpc.errors import LiverError
 from liver_hpc.handoff.session import WorldHalted
 from liver_hpc.layout.coordinates import Layout, RankMap
+from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.protocol import messages as m
+from liver_hpc.snapshot.memory import SnapshotState
+from liver_hpc.transport.digest import MODULUS
 from liver_hpc.worker import holder, refilling
 from liver_hpc.worker.holder import LeftWorld, WorldHolder
+from liver_hpc.worker.refilling import Refilling
 from liver_hpc.worker.trainer import Trainer
 from liver_hpc.world.context import WorkerContext
 from liver_hpc.world.device import Device
+from liver_hpc.world.state import WorldState
 from liver_hpc.world.store import ControlStore
 from tests.unit.config.runs import minimal
+from tests.unit.layout.models import MIXTURE, TIED, UNTIED_BF16
+from tests.unit.snapshot.states import CPU, filled, share_of
+from tests.unit.transport import memory as memory_wire
+from tests.unit.transport.memory import MemoryExchange
 
 GENERATION, WORKER = 4, 1
+PRECISIONS = [(TIED, torch.float32), (UNTIED_BF16, torch.bfloat16), (MIXTURE, torch.bfloat16)]
 SCALARS = m.ScalarState(step=3, consumed_samples=24, optimizer_step=3, loss_scale=1.0, seed=1)
 
 
@@ -265,3 +276,110 @@ def test_who_waits_for_a_world_to_prepare_beside_hears_that_it_is_off() -> None:
     session: Any = SimpleNamespace(is_source=True, check=check)
     with pytest.raises(WorldHalted):
         trainer._source_of(session)
+
+
+# ---- what crosses
+
+
+def filled_again(
+    model: ModelSpec, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, flips: bool = False
+) -> tuple[list[WorldState], list[m.Refilled | LiverError], dict[str, int]]:
+    """Worker 2 of three is lost, whose share worker 0 has a copy of. The states that the other two
+    are filled with, what they answer, and the digests of all shares. flips: a bit on its way."""
+    saved, layout = (
+        (Layout(1, 1, 3, 1, 3), Layout(1, 1, 2, 1, 2))
+        if any(tensor.expert for tensor in model.tensors)
+        else (Layout(1, 1, 3), Layout(1, 1, 2))
+    )
+    shares = [share_of(filled(model, saved, at, dtype)) for at in saved.coordinates()]
+    states = [filled(model, layout, at, dtype) for at in layout.coordinates()]
+    for state in states:
+        for kind in model.kinds:
+            for memory in state.memory(kind):
+                memory.zero_()
+    exchange = MemoryExchange()
+    monkeypatch.setattr(refilling, "PrefixStore", lambda *_: None)
+    monkeypatch.setattr(refilling, "end", lambda _: None)
+    monkeypatch.setattr(refilling, "group_wire", lambda worker, *_: exchange.wire(worker))
+    cross = memory_wire._cross
+
+    def flipping(sent: Any, received: Any) -> None:
+        cross(sent, received)
+        if flips and received.parcel.memory.numel() > 1000:
+            received.parcel.memory[8] ^= 1
+
+    monkeypatch.setattr(memory_wire, "_cross", flipping)
+
+    def fill(worker: int) -> m.Refilled | LiverError:
+        context: Any = SimpleNamespace(
+            worker=worker,
+            config=minimal(),
+            recipe=SimpleNamespace(spec=model),
+            device=Device(CPU),
+            network=SimpleNamespace(open_backend=lambda *_: worker),
+            clock=SystemClock(),
+        )
+        world: Any = SimpleNamespace(
+            state=states[worker],
+            load_scalar_state=lambda _: None,
+            scalar_state=lambda _: SCALARS,
+        )
+        message = m.Refill(
+            generation=GENERATION,
+            rank_map=m.WireRankMap.of(RankMap(layout, (0, 1))),
+            saved_generation=0,
+            saved=str(saved),
+            holders=(0, 1, 0),
+            scalars=SCALARS,
+            known=3,
+        )
+        held = [shares[rank] for rank, holder in enumerate(message.holders) if holder == worker]
+        filling = Refilling(context, message, lambda: nullcontext(None), lambda: None)  # type: ignore[arg-type]
+        try:
+            return filling.run(world, SnapshotState(model, held, CPU, states[worker]))
+        except LiverError as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        answers = [*pool.map(fill, (0, 1))]
+    totals: dict[str, int] = {}
+    for share in shares:
+        for kind, value in share.digests.items():
+            totals[kind] = (totals.get(kind, 0) + value) % MODULUS
+    return states, answers, totals
+
+
+@pytest.mark.parametrize(("model", "dtype"), PRECISIONS)
+def test_a_world_is_filled_with_the_very_state_of_snapshots(
+    model: ModelSpec, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dense ones in fp32 and bf16, and experts, with a buffer and a frozen parameter."""
+    states, answers, totals = filled_again(model, dtype, monkeypatch)
+    told: dict[str, int] = dict.fromkeys(totals, 0)
+    for state, answer in zip(states, answers, strict=True):
+        assert isinstance(answer, m.Refilled), answer
+        wanted = filled(model, state.layout, state.at, dtype)
+        assert answer.digests == wanted.digests(model.kinds)
+        for kind in model.kinds:
+            for index, box in state.boxes(kind):
+                assert torch.equal(state.view(kind, index, box), wanted.view(kind, index, box))
+        for kind, value in answer.shares.items():
+            told[kind] = (told[kind] + int(value, 16)) % MODULUS
+    assert told == totals
+
+
+@pytest.mark.parametrize(("model", "dtype"), PRECISIONS)
+def test_a_bit_that_flips_on_its_way_is_found(
+    model: ModelSpec, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the shares' digests, which the coordinator adds up; what is cast is in none of these."""
+    _, answers, totals = filled_again(model, dtype, monkeypatch, flips=True)
+    if not model.main_is_parameter:
+        assert any("hold something else than was sent" in str(answer) for answer in answers)
+        return
+    told = [answer.shares for answer in answers if isinstance(answer, m.Refilled)]
+    assert len(told) == 2
+    assert any(
+        sum(int(each[kind], 16) for each in told) % MODULUS != total
+        for kind, total in totals.items()
+    )
