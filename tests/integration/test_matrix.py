@@ -72,7 +72,7 @@ FAULTS = (
     "node vanishes",
     "node stands still for ever",
 )
-IN_CI = {("vote:after", "staying", "agent killed")}
+IN_CI = {("vote:after", "staying", "agent killed"), ("ABORT", "leaving", "worker killed")}
 """Of one that stands still for ever: test_recovery.py."""
 
 
