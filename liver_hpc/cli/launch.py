@@ -321,7 +321,10 @@ def _wait_for_the_end(hosted: HostedCoordinator, run: RunDirectory) -> None:
             if silent * _ASK_EVERY_S >= limits.coordinator_s / 2:
                 hosted.kill_stuck()
             continue
-        if answers(run):
+        there = False
+        with contextlib.suppress(LiverError, OSError):  # its files cannot be read now
+            there = answers(run)
+        if there:
             gone = Deadline.after(clock, limits.coordinator_s / 2, "its coordinator")
         elif gone is None:  # it takes the run over: it reads the journal, and waits for agents
             gone = Deadline.after(clock, limits.successor_s, "its coordinator")

@@ -17,19 +17,20 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import psutil
 
-from liver_hpc.clock import SystemClock
+from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.cluster.slurm.commands import SlurmCommands, SlurmError
 from liver_hpc.config.schema import SlurmSection
 from liver_hpc.coordinator.connections import Control
+from liver_hpc.errors import LiverError
 from liver_hpc.host.child import end_with_parent
-from liver_hpc.host.process import quiet_thread
+from liver_hpc.host.process import drop_unwritable_output, quiet_thread
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.epoch import NotTakenOver, Superseded, newest_epoch
 from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome
@@ -55,6 +56,8 @@ _MOST_REASON = 2**12
 
 _HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
+Found = TypeVar("Found")
+
 
 class HostedCoordinator:
     """A run's coordinator in a child of this process, which ends with it. Everything may be called
@@ -74,6 +77,7 @@ class HostedCoordinator:
         self._run = RunDirectory(run_directory)
         self._said: list[dict[str, Any]] = []
         self._line: socket.socket | None = None  # to the child that there is
+        self._patience_s = 0.0
         self._pid = 0
         self._epoch = 0  # the number that the child takes
         self._steps_done = 0
@@ -83,8 +87,14 @@ class HostedCoordinator:
 
     def start(self) -> None:
         """Once. All that a coordinator needs is imported before it is forked: the next one, which
-        takes over, is of the same text, also where another was installed meanwhile."""
+        takes over, is of the same text, also where another was installed meanwhile.
+
+        From now on what this process prints, and nobody reads, is dropped: it is there to start the
+        next one. Likewise the file system is asked again for as long as a run goes on without a
+        coordinator."""
         importlib.import_module(_CODE)
+        drop_unwritable_output()
+        self._patience_s = self._run.config().deadlines.successor_s
         self.started = True
         self._fork()
 
@@ -106,7 +116,8 @@ class HostedCoordinator:
             left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
             if self.is_superseded:
                 time.sleep(_LOOK_S if left_s is None else min(_LOOK_S, left_s))
-                self.outcome = self._run.last_outcome()
+                with contextlib.suppress(LiverError, OSError):  # it is looked for again
+                    self.outcome = self._run.last_outcome()
                 self._ended = self.outcome is not None
             elif (line := self._line) is not None:
                 # No lock: a handler may wait for the end while the code that it interrupted does,
@@ -192,12 +203,13 @@ class HostedCoordinator:
         _, status = os.waitpid(self._pid, 0)
         if self.is_superseded:
             return
-        if newest_epoch(self._run.path) > self._epoch:
+        newest = self._asked(self._newest_epoch)
+        if newest > self._epoch:
             self.is_superseded = True  # and does not know it yet
             return
-        if self.outcome is None and newest_epoch(self._run.path) == self._epoch:
+        if self.outcome is None and newest == self._epoch:
             # It had begun, so that the file is its own: killed before its word of it was heard.
-            self.outcome = self._run.last_outcome()
+            self.outcome = self._asked(self._run.last_outcome)
         code = os.waitstatus_to_exitcode(status)
         if self.outcome is None and (code < 0 or code == _NOT_TAKEN_OVER):
             self._killed_in_vain += 1
@@ -214,12 +226,13 @@ class HostedCoordinator:
 
     def _fork(self) -> None:
         # What a killed one has left would send operators astray while this one boots.
-        (self._run.path / COORDINATOR_FILE).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (self._run.path / COORDINATOR_FILE).unlink(missing_ok=True)
         ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
-        self._epoch = newest_epoch(self._run.path) + 1
+        self._epoch = self._asked(self._newest_epoch) + 1
         self._pid = os.fork()
         if self._pid == 0:
             _coordinate(self._run.path, theirs, ours, parent)
@@ -227,6 +240,20 @@ class HostedCoordinator:
         self._line, self._turns = ours, 0
         for words in self._said:
             self._tell(words)
+
+    def _newest_epoch(self) -> int:
+        return newest_epoch(self._run.path)
+
+    def _asked(self, ask: Callable[[], Found]) -> Found:
+        """What the run directory says, once it can be read. Raises OSError where it never can."""
+        limit = Deadline.after(SystemClock(), self._patience_s, "the run directory")
+        while True:
+            try:
+                return ask()
+            except OSError:
+                if limit.expired():
+                    raise
+            time.sleep(_LOOK_S)
 
 
 @contextlib.contextmanager

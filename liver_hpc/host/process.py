@@ -74,10 +74,13 @@ def take_core(place: int) -> None:
 
 def drop_unwritable_output() -> None:
     """From now on what this process prints and cannot write, as onto a disk that is full, is
-    dropped: neither `print` nor a flush raises OSError."""
+    dropped: neither `print` nor a flush raises OSError. Not of a stream without a descriptor."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        output = io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False))
+        try:
+            output = io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False))
+        except OSError:
+            continue
         by_line = stream.line_buffering or stream.write_through
         text = io.TextIOWrapper(output, stream.encoding, stream.errors, line_buffering=by_line)
         setattr(sys, name, text)

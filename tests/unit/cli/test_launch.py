@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
+import itertools
 import json
 import os
 import signal
@@ -111,6 +115,69 @@ def test_a_coordinator_that_is_killed_is_followed_by_another_one(
     run = a_run(requeue=True)
     assert CoordinatorJob()(str(run.path)) == 0
     assert len([*run.path.glob("life-*")]) == 3
+
+
+@pytest.mark.parametrize("way", ["unread", "stale"])
+def test_it_is_followed_where_nobody_reads_what_is_printed_or_the_disk_errs_once(
+    coordinator: Coordinator, asked: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    def ends(directory: Path) -> Outcome:
+        lives = sorted(directory.glob("life-*"))
+        (directory / f"life-{len(lives)}").touch()
+        if not lives:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return Outcome("finished", "at last", 3)
+
+    coordinator(ends)
+    run = a_run(requeue=True)
+    monkeypatch.setattr(
+        hosting, "newest_epoch", stale(newest_epoch, call=2 if way == "stale" else 0)
+    )
+    with contextlib.ExitStack() as stack:
+        if way == "unread":
+            monkeypatch.setattr(sys, "stderr", stack.enter_context(unread()))
+        assert CoordinatorJob()(str(run.path)) == 0
+    assert len([*run.path.glob("life-*")]) == 2
+
+
+def test_one_that_was_superseded_looks_again_for_the_end_behind_an_error_of_the_disk(
+    coordinator: Coordinator, asked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends(directory: Path) -> Outcome:
+        Outcome("finished", "by the other one", 3).write(directory)
+        raise Superseded(1)
+
+    def answers(run: RunDirectory) -> bool:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    coordinator(ends)
+    run = a_run(requeue=True)
+    hosted = HostedCoordinator(run.path)
+    hosted.start()
+    monkeypatch.setattr(launch, "answers", answers)
+    monkeypatch.setattr(launch, "_ASK_EVERY_S", 0.05)
+    monkeypatch.setattr(RunDirectory, "last_outcome", stale(RunDirectory.last_outcome, call=1))
+    launch._wait_for_the_end(hosted, run)
+    assert hosted.outcome == Outcome("finished", "by the other one", 3)
+
+
+def stale(ask: Callable[[Any], Any], call: int) -> Callable[[Any], Any]:
+    """`ask`, one of whose calls has an error of NFS's."""
+    calls = itertools.count(1)
+
+    def asked(of: Any) -> Any:
+        if next(calls) == call:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return ask(of)
+
+    return asked
+
+
+def unread() -> io.TextIOWrapper:
+    """What is written there has no reader."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    return io.TextIOWrapper(io.FileIO(writer, "w"), write_through=True)
 
 
 def test_one_that_could_not_take_over_is_followed_by_another_one_a_little_later(
