@@ -18,6 +18,8 @@ from typing import Any
 
 import psutil
 
+from liver_hpc.errors import LiverError
+
 ENOUGH = 65_536
 """Of a hard limit without bounds no more is taken: children inherit it, and some close them all."""
 
@@ -98,15 +100,23 @@ def quiet_thread(target: Callable[[], None], name: str) -> threading.Thread:
     """Starts a daemon thread to which the kernel delivers no signal of the process.
 
     Not for a thread that starts processes, unless by `child.Child`: others would inherit its
-    blocked signals.
+    blocked signals. Raises LiverError where this user or machine has no thread left.
     """
     thread = threading.Thread(target=target, name=name, daemon=True)
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
-        thread.start()
+        start_thread(thread)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
     return thread
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Raises LiverError where this user or machine has no thread left."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise LiverError(f"{thread.name}: {error}; see ulimit -u, and pids.max") from error
 
 
 def end_of(pid: int) -> int:

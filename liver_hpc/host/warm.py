@@ -53,7 +53,8 @@ class WarmProcess(Child):
         """What `command` would start, as a child of this process, forked.
 
         command: its environment is what differs from the warm process's, which also has its ignored
-        signals. passed: descriptors by the variables that are to tell them. Raises ForkRefused.
+        signals. passed: descriptors by the variables that are to tell them. Raises ForkRefused, and
+        OSError where the log cannot be opened.
         """
         assert command.log is not None
         assert command.environment is not None
@@ -67,14 +68,15 @@ class WarmProcess(Child):
             group=command.apart == "group",
         )
         command.log.parent.mkdir(parents=True, exist_ok=True)
-        self._has_forked = True
-        try:
-            with command.log.open("ab") as log, _taking_orphans_in():
-                descriptors = [log.fileno(), *passed.values()]
-                socket.send_fds(self.line, [order.to_json()], descriptors)
-                said = self.line.recv(_MAX_SAID_BYTES)
-        except OSError as error:
-            raise ForkRefused(f"{self.name}: {error}") from error
+        with command.log.open("ab") as log:
+            self._has_forked = True
+            try:
+                with _taking_orphans_in():
+                    descriptors = [log.fileno(), *passed.values()]
+                    socket.send_fds(self.line, [order.to_json()], descriptors)
+                    said = self.line.recv(_MAX_SAID_BYTES)
+            except OSError as error:
+                raise ForkRefused(f"{self.name}: {error}") from error
         reply = Reply(**json.loads(said or b'{"refused": "it has ended"}'))
         if not reply.pid:
             raise ForkRefused(f"{self.name}: {reply.refused}")

@@ -90,8 +90,11 @@ class Launch:
 
     def start(self, warm: WarmProcess | None) -> None:
         """Starts its workers, and beside them who is to meet for them. Raises LiverError."""
-        self._workers.start(warm)
-        self._joiner = joiner_process()
+        try:
+            self._workers.start(warm)
+            self._joiner = joiner_process()
+        except OSError as error:  # no descriptor, or no directory for logs
+            raise LiverError(f"launch {self.plan.launch}: {error}") from error
 
     def remaining_s(self) -> float | None:
         """How long there is nothing to look at, unless something happens."""

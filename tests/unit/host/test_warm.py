@@ -246,6 +246,16 @@ def test_a_warm_process_that_is_killed_takes_no_worker_with_it(made: Warm) -> No
     assert warm.hear()
 
 
+def test_a_log_that_cannot_be_opened_is_no_fault_of_the_warm_process(made: Warm) -> None:
+    warm = ready(made.start())
+    made.log.mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        made.fork(warm)
+    made.log.rmdir()
+    made.fork(warm)
+    made.note()
+
+
 def test_ending_the_warm_process_ends_no_worker(made: Warm) -> None:
     warm = ready(made.start())
     child = made.fork(warm)
