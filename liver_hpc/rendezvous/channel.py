@@ -23,7 +23,8 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from liver_hpc.clock import Deadline, SystemClock
-from liver_hpc.errors import DeadlineError, ProtocolError
+from liver_hpc.errors import DeadlineError, LiverError, ProtocolError
+from liver_hpc.host.process import start_thread
 from liver_hpc.protocol.messages import AnyMessage, decode, encode
 from liver_hpc.rendezvous.handshake import (
     CLIENT,
@@ -157,7 +158,10 @@ class Channel:
                         sent, reason = len(data), reason_of(error)
                     data = data[sent:]
                 if data:
-                    self._wait(data)
+                    try:
+                        self._wait(data)
+                    except LiverError as error:  # half of a frame may be sent
+                        reason = str(error)
                 if self._waiting_bytes > MOST_WAITING_BYTES:
                     reason = f"has not read {self._waiting_bytes} bytes"
             if reason:
@@ -181,10 +185,11 @@ class Channel:
         self._waiting.append(data)
         self._waiting_bytes += len(data)
         if self._writer is None:
-            self._writer = threading.Thread(
+            writer = threading.Thread(
                 target=self._write_what_waits, name=f"write-{self.peer}", daemon=True
             )
-            self._writer.start()
+            start_thread(writer)  # it begins with the lock
+            self._writer = writer
 
     def _write_what_waits(self) -> None:
         reason = ""

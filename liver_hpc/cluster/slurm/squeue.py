@@ -13,6 +13,7 @@ from typing import TypeVar
 from liver_hpc.cluster.slurm.commands import SQUEUE_PACE, SlurmCommands
 from liver_hpc.cluster.slurm.replies import JobInfo
 from liver_hpc.errors import DeadlineError, LiverError
+from liver_hpc.host.process import start_thread
 
 _TURNS = 3
 """Jobs and steps are asked for in turn: so many commands at most come before an answer."""
@@ -82,8 +83,8 @@ class Squeue:
                 self._waiting.sort(key=lambda each: each is not question)
             question.jobs.update(jobs)
             if not self._asks:
+                start_thread(threading.Thread(target=self._ask, name="squeue", daemon=True))
                 self._asks = True
-                threading.Thread(target=self._ask, name="squeue", daemon=True).start()
         return question
 
     def _ask(self) -> None:

@@ -214,6 +214,26 @@ def test_who_never_reads_what_is_posted_is_given_up(monkeypatch: pytest.MonkeyPa
         release.set()
 
 
+def test_who_reads_nothing_and_has_no_thread_to_wait_for_it_is_hung_up_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    release, begin = threading.Event(), threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("write-"):
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    with serving(lambda channel: [release.wait(10), None][1]) as server:
+        with connected(server) as channel:
+            monkeypatch.setattr(threading.Thread, "start", start)
+            for _ in range(20):
+                channel.post([Part(b"x" * 2**20)])
+            with pytest.raises(ChannelClosed, match="can't start new thread"):
+                channel.receive(5.0)
+        release.set()
+
+
 def test_too_long_a_message_is_refused_by_its_sender_and_the_channel_lives() -> None:
     with serving() as server, connected(server) as channel:
         with pytest.raises(ProtocolError, match="at most 16777216"):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands
 from liver_hpc.cluster.slurm.squeue import Squeue
-from liver_hpc.errors import DeadlineError
+from liver_hpc.errors import DeadlineError, LiverError
 from tests.slurm_answers import Answer
 
 JOBS = "1|1|RUNNING|None|9999999999|n1|run\n2|2|RUNNING|None|9999999999|n2|run\n"
@@ -110,3 +110,18 @@ def test_all_hear_of_a_controller_that_is_away(squeue: Squeue, controller: Contr
     assert [type(answer) for answer in answers] == [ControllerUnreachable] * 2
     controller.away = False
     assert [*squeue.jobs(["1"])] == ["1"]
+
+
+def test_a_thread_that_cannot_be_started_costs_that_question_alone(
+    squeue: Squeue, controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller.let.set()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse_thread)
+        with pytest.raises(LiverError, match="can't start new thread"):
+            squeue.jobs(["1"])
+    assert list(squeue.jobs(["1"])) == ["1"]
+
+
+def refuse_thread(thread: threading.Thread) -> NoReturn:
+    raise RuntimeError("can't start new thread")
