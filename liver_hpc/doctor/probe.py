@@ -154,6 +154,7 @@ def rendezvous(node: Node) -> Said:
     opened = MpiRendezvous(node.directory, read_secret(node.directory / "secret"), place)
     node.held.callback(opened.close)
     opened.start(lambda _: Answer(worker_ids=(0,), control_host=place.host, control_port=1))
+    opened.check()
     return {"host": place.host}
 
 

@@ -132,6 +132,17 @@ def test_a_probe_that_cannot_look_says_why(nodes: Nodes) -> None:
         nodes.ask(["n1"], "join", LIMIT_S, within_s=0.2)
 
 
+def test_where_no_meeting_can_be_opened_that_node_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPI4PY_LIBMPI", "/nowhere/libmpi.so")
+    with own_directory(tmp_path / "runs") as directory, closing(nodes_in(directory)) as started:
+        result = found(started, "mpi meeting")["mpi meeting"]
+    assert result.level is Level.FAIL
+    assert "the rendezvous probe on n1: MeetingError" in result.found
+    assert "/nowhere/libmpi.so" in result.found
+
+
 def test_a_probe_that_hangs_holds_up_no_other(nodes: Nodes) -> None:
     at = nodes.one("n1", "store", LIMIT_S, within_s=LIMIT_S)["at"]
     waits = {"rank_0": "n1", "backend": "gloo", "at": at, "within_s": LIMIT_S}

@@ -23,10 +23,13 @@ def test_it_is_that_of_the_wheel_with_what_it_needs_before_the_machines() -> Non
     assert with_library({"LD_LIBRARY_PATH": "/opt/efa/lib"})["LD_LIBRARY_PATH"] == (
         f"{searched}:/opt/efa/lib"
     )
+    profiled = {"LD_PRELOAD": "/opt/darshan/libdarshan.so", "MPI4PY_MPIABI": "openmpi"}
+    assert with_library(profiled) == with_library({})  # mpi4py looks into its own process first
 
 
 def test_one_that_is_named_stays() -> None:
     given = {"MPI4PY_LIBMPI": "/opt/mpich/libmpi.so", "LD_LIBRARY_PATH": "/opt/mpich"}
+    given["LD_PRELOAD"] = "/opt/darshan/libdarshan.so"
     assert with_library(given) == given
 
 
