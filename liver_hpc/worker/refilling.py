@@ -72,12 +72,16 @@ class Refilling:
             )
         ranks = {member: rank for rank, member in enumerate(members)}
         wire = group_wire(self._backend, ranks, device.torch_device)
-        transport = self._transport = Transport(wire, spec, context.config.handoff)
+        # The digest of all shares speaks for what crosses, but for parameters that are cast.
+        cast = not spec.main_is_parameter
+        # A copy that crossed as it lies would stay until all have crossed; staging bounds them.
+        copied = cast or device.late
+        handoff = context.config.handoff
+        handoff = handoff.model_copy(update={"direct": handoff.direct and not copied})
+        transport = self._transport = Transport(wire, spec, handoff)
         self._check()
         deadline = Deadline.after(context.clock, limits.transfer_s, "the bytes of snapshots")
         state = None if world is None else world.state
-        # The digest of all shares speaks for what crosses, but for parameters that are cast.
-        cast = not spec.main_is_parameter
         plan = refill.plan(context.worker)
         prepared = transport.prepare(plan, None if cast else held, state)
         moved = transport.stream(prepared, held, state, lambda _bytes: None, deadline, digest=cast)

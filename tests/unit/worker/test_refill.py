@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,11 +17,13 @@ import torch
 from liver_hpc.clock import SystemClock
 from liver_hpc.errors import LiverError
 from liver_hpc.handoff.session import WorldHalted
-from liver_hpc.layout.coordinates import Layout, RankMap
+from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.protocol import messages as m
 from liver_hpc.snapshot.memory import SnapshotState
 from liver_hpc.transport.digest import MODULUS
+from liver_hpc.transport.stream import Transport
+from liver_hpc.transport.wire import Parcel, Wire
 from liver_hpc.worker import holder, refilling
 from liver_hpc.worker.holder import LeftWorld, WorldHolder
 from liver_hpc.worker.refilling import Refilling
@@ -30,6 +32,7 @@ from liver_hpc.world.context import WorkerContext
 from liver_hpc.world.device import Device
 from liver_hpc.world.state import WorldState
 from liver_hpc.world.store import ControlStore
+from tests.late_device import LateDevice, Machines
 from tests.unit.config.runs import minimal
 from tests.unit.layout.models import MIXTURE, TIED, UNTIED_BF16
 from tests.unit.snapshot.states import CPU, filled, share_of
@@ -383,3 +386,54 @@ def test_a_bit_that_flips_on_its_way_is_found(
         sum(int(each[kind], 16) for each in told) % MODULUS != total
         for kind, total in totals.items()
     )
+
+
+# ---- what is given
+
+
+class Slow(Wire):
+    """Nothing has crossed before it is waited for, which its messages' memory stays for.
+    most_bytes: of what was under way at once."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.all_bytes = self.open_bytes = self.most_bytes = 0
+
+    def launch(self, parcels: Sequence[Parcel]) -> Sequence[Any]:
+        num_bytes = sum(parcel.memory.numel() for parcel in parcels)
+        self.all_bytes += num_bytes
+        self.open_bytes += num_bytes
+        self.most_bytes = max(self.most_bytes, self.open_bytes)
+
+        def wait(_deadline: Any) -> None:
+            self.open_bytes -= num_bytes
+
+        return [SimpleNamespace(wait=wait)]
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["cast", "on a device"])
+def test_copies_of_what_is_given_are_under_way_within_staging(
+    late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a world that fills the device, all that a worker gives would not fit."""
+    model = TIED if late else UNTIED_BF16
+    share = share_of(filled(model, Layout(1, 1, 2), Coordinate(0, 0, 1), torch.float32))
+    wire, staging_bytes = Slow(), 2048
+    monkeypatch.setattr(Transport, "acknowledge", lambda *_: None)
+    monkeypatch.setattr(refilling, "group_wire", lambda *_: wire)
+    network: Any = SimpleNamespace(open_backend=lambda *_: None)
+    recipe: Any = SimpleNamespace(spec=model)
+    context = replace(
+        Holder()._context,
+        config=minimal(handoff={"bucket_bytes": 512, "staging_bytes": staging_bytes}),
+        recipe=recipe,
+        device=LateDevice(Machines(), WORKER) if late else Device(torch.device("cpu")),
+        network=network,
+    )
+    store: Any = torch.distributed.HashStore()
+    one = refilling.Refilling(context, refill_of(0, 2), lambda: nullcontext(store), lambda: None)
+    one.run(None, SnapshotState(model, [share], torch.device("cpu"), None))
+    assert 0 < wire.most_bytes <= staging_bytes < wire.all_bytes
