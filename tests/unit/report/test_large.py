@@ -16,7 +16,7 @@ from tests.unit.config.runs import write_minimal
 
 STEPS = 100_000
 MOST_BYTES_A_STEP = 300
-MOST_TIMES = 3.0
+MOST_TIMES = 5.0
 
 
 def write_steps(path: Path) -> None:
