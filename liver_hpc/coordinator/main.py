@@ -167,12 +167,13 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
         secret = read_secret(secret_path) if secret_path.exists() else create_secret(secret_path)
         stack.enter_context(_logging_to(directory / "logs" / "coordinator.log", identity))
         epoch = claim_epoch(directory)
+        silence_s = epoch.silence_s()  # before it shows itself
         begins = stack.enter_context(ExitStack())
         begins.enter_context(epoch.shown())
         continue_in_copy(journal, epoch)
         patience_s = config.deadlines.boot_s
         again = (directory / AGAIN_FILE).exists()
-        gone = again and epoch.silence_s() > config.deadlines.successor_s
+        gone = again and silence_s > config.deadlines.successor_s
         over = None if again else _told(journal, _ended, patience_s)
         if over is not None:
             return over

@@ -35,7 +35,7 @@ from liver_hpc.rendezvous.mpi.pmi import (
 
 _LOOK_S = 0.02
 _LIBRARY = "MPI4PY_LIBMPI"
-_BEFORE_IT = ("LD_PRELOAD", "MPI4PY_MPIABI")
+_BEATS_IT = ("LD_PRELOAD", "MPI4PY_MPIABI")
 _MOST_CHARACTERS = 500
 """Of an error that is told: a stranger at MPI's port may have said it."""
 
@@ -139,15 +139,15 @@ class MpiProcess(Child):
 
 def with_library(environment: Mapping[str, str]) -> dict[str, str]:
     """`environment`, and by it the MPI library of the wheel mpich with what that needs, wherever
-    pip has put it, before others of this machine: of a library that is loaded before all (a
-    profiler's, which may bring another MPI), which mpi4py asks first, nothing is left. As it is
-    where it names a library, or where there is no such wheel."""
+    pip has put it, before others of this machine. Without what would beat it: mpi4py looks into its
+    own process first, where a profiler that is preloaded may bring another MPI. As it is where it
+    names a library, or where there is no such wheel."""
     found = None if _LIBRARY in environment else wheel_library()
     if found is None:
         return {**environment}
     paths = [f"{found.parent}/mpich", str(found.parent), environment.get("LD_LIBRARY_PATH", "")]
     searched = ":".join(filter(None, paths))
-    kept = {name: value for name, value in environment.items() if name not in _BEFORE_IT}
+    kept = {name: value for name, value in environment.items() if name not in _BEATS_IT}
     return {**kept, _LIBRARY: str(found), "LD_LIBRARY_PATH": searched}
 
 
