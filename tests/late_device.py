@@ -35,6 +35,7 @@ from liver_hpc.clock import Deadline
 from liver_hpc.transport.lane import Lane
 from liver_hpc.world.device import Device, Network, Room
 from liver_hpc.world.groups import Group
+from tests.nccl_groups import NcclGroups
 
 INIT_S = 10.0
 """How long a communicator may take to come to be."""
@@ -323,7 +324,8 @@ class _Communicator:
 
 class LateBackend:
     """One member of a communicator. aborted: its work has ended undone, and there is no more.
-    pairs: the ranks that it has exchanged messages with, as NCCL connects each at the first."""
+    refuses: NCCL starts none of its messages. pairs: the ranks that it has exchanged messages with,
+    as NCCL connects each at the first."""
 
     error: Any = ErrorType.SUCCESS
 
@@ -338,12 +340,15 @@ class LateBackend:
         self._reductions = 0
         self.works: list[Work] = []
         self._coalesced: list[tuple[bool, int, torch.Tensor]] | None = None
+        self.refuses = False
 
     def _set_sequence_number_for_group(self) -> None:
         """As c10d's."""
 
     def allreduce(self, tensors: list[torch.Tensor]) -> _Handle:
         (tensor,), number, shared = tensors, self._reductions, self._shared
+        if not self._reductions:
+            self._groups.connect()
         self._reductions += 1
 
         def begin() -> None:
@@ -368,19 +373,27 @@ class LateBackend:
     def _coalesce(self, is_send: bool, peer: int, memory: torch.Tensor) -> None:
         assert self._coalesced is not None, "messages of two workers may pass each other"
         self._check_aborted()
+        self._groups.message(self.refuses)
         self._coalesced.append((is_send, peer, memory))
 
     def _start_coalescing(self) -> None:
         self._coalesced = []
-        self._device.here.open_groups = self._open_groups + 1
+        self._groups.start()
 
     @property
-    def _open_groups(self) -> int:
-        return getattr(self._device.here, "open_groups", 0)
+    def _groups(self) -> NcclGroups:
+        """The calling thread's."""
+        here = self._device.here
+        if not hasattr(here, "groups"):
+            here.groups = NcclGroups()
+        groups: NcclGroups = here.groups
+        return groups
 
-    def _end_coalescing(self) -> _Handle:
-        self._device.here.open_groups = self._open_groups - 1
-        messages, self._coalesced = self._coalesced or [], None
+    def _end_coalescing(self) -> _Handle | None:
+        messages, self._coalesced = self._coalesced, None
+        self._groups.end(launches=not (messages and self.aborted))
+        if not messages:
+            return None
         shared, me = self._shared, self._rank
         self.pairs |= {peer for _, peer, _ in messages}
         parts = [
@@ -415,7 +428,7 @@ class LateBackend:
     ) -> _Handle:
         self.join()
         self._check_aborted()
-        if self._open_groups:
+        if self._groups.open:
             return _Handle(self._device, Work(what, (), begun=True, done=True))
         own = self._device.own_lane().last
         together = self._shared.works

@@ -7,7 +7,7 @@ import contextlib
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -197,6 +197,16 @@ def _translated(
     return TransferError(f"{_together(parcels)}: {str(error).partition(chr(10))[0][:300]}")
 
 
+def end_batch(end: Callable[[], Any]) -> None:
+    """After an error, ends the groups of NCCL's that this thread has open; what it launches in one
+    never runs. torch leaves its own open, of which `end` ends one, and inside it another, which it
+    begins around each message, where it is NCCL that refused that. `end` raises, and changes
+    nothing, where none is open."""
+    with contextlib.suppress(RuntimeError):
+        for _ in range(2):
+            end()
+
+
 class _Started:
     """Started messages that complete together. ended: whether gloo has closed their connections;
     None: the device waits for them, not the host.
@@ -252,9 +262,7 @@ class NcclWire(GlooWire):
                 for parcel in parcels:
                     self._start(group, parcel)
             except BaseException:
-                # What this thread launches in a group of NCCL's that is not ended never runs.
-                with contextlib.suppress(RuntimeError):
-                    group._end_coalescing()
+                end_batch(group._end_coalescing)
                 raise
             work = group._end_coalescing()
         except RuntimeError as error:

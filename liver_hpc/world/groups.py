@@ -26,7 +26,7 @@ from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import TransferError
 from liver_hpc.host.process import all_at_once
 from liver_hpc.transport import gloo_sockets, gloo_waits
-from liver_hpc.transport.wire import group_wire
+from liver_hpc.transport.wire import end_batch, group_wire
 from liver_hpc.world.device import Device, Network
 
 # Any: torch's stubs know few of these names, and some wrongly.
@@ -132,9 +132,9 @@ def _also_alone(plain: Any) -> Any:
 def _end_failed_batches() -> None:
     """Makes a batch of messages, as Megatron's between stages, end NCCL's group where one of them
     raises, as all do after an abort: torch leaves it open, and what the thread launches later, in
-    whatever communicator, never runs. So do collectives whose parts differ in size, as experts
-    have them with tensor parallelism, of which torch makes a batch of one for each part."""
-    for name in ("all_gather", "reduce_scatter"):
+    whatever communicator, never runs. So do collectives of experts, of which torch makes a batch:
+    those whose parts differ in size, as with tensor parallelism, and all-to-all."""
+    for name in ("all_gather", "reduce_scatter", "all_to_all", "all_to_all_single"):
         setattr(dist, name, _ending_its_batch(getattr(dist, name)))
     plain = dist.batch_isend_irecv
 
@@ -145,8 +145,7 @@ def _end_failed_batches() -> None:
         except BaseException:
             first = messages[0]
             if c10d._world.pg_coalesce_state.pop(first.group, None) is not None:  # it was begun
-                with contextlib.suppress(RuntimeError):
-                    first.group._end_coalescing(first.tensor.device)
+                end_batch(functools.partial(first.group._end_coalescing, first.tensor.device))
             raise
 
     dist.batch_isend_irecv = batch_isend_irecv
@@ -161,10 +160,10 @@ def _ending_its_batch(plain: Any) -> Any:
             return plain(*args, **options)
         except BaseException:
             given = signature.bind(*args, **options).arguments
-            group, parts = given.get("group"), [x for x in given.values() if isinstance(x, list)]
-            if group is not None and parts and len({part.numel() for part in parts[0]}) > 1:
-                with contextlib.suppress(RuntimeError):  # where none had begun
-                    group._end_coalescing(parts[0][0].device)
+            group, (first, *_) = given.get("group"), given.values()
+            tensors = first if isinstance(first, list) else [first]
+            if group is not None and tensors:
+                end_batch(functools.partial(group._end_coalescing, tensors[0].device))
             raise
 
     return collective

@@ -433,21 +433,24 @@ def test_memory_is_freed_once_the_device_has_let_it_go(
             run.check(TP.workers)
 
 
-@pytest.mark.parametrize("ends", [True, False])
-def test_a_thread_whose_messages_were_aborted_reduces_afterwards(
-    ends: bool, machines: Machines, without: Any
+@pytest.mark.parametrize("ends", range(3))
+@pytest.mark.parametrize("refused_by", ["torch", "NCCL"])
+def test_a_thread_whose_messages_were_refused_reduces_afterwards(
+    refused_by: str, ends: int, machines: Machines, without: Any
 ) -> None:
-    if not ends:
-        without(wire.NcclWire, "_start_all", "with contextlib.suppress(RuntimeError):", "if False:")
+    """ends: how many groups of NCCL's are ended."""
+    without(wire, "end_batch", "range(2)", f"range({ends})")
     device = LateDevice(machines, 0)
-    aborted, training = (LateBackend(device, name, 0, 1) for name in ("transfer", "training"))
-    crossing = wire.NcclWire(aborted, {1: 1}, device.torch_device, device.new_lane())
-    aborted.abort()
-    with pytest.raises(TransferError, match="was aborted"):
+    failed, training = (LateBackend(device, name, 0, 1) for name in ("transfer", "training"))
+    crossing = wire.NcclWire(failed, {1: 1}, device.torch_device, device.new_lane())
+    failed.refuses = refused_by == "NCCL"
+    if not failed.refuses:
+        failed.abort()
+    with pytest.raises(TransferError, match="network error" if failed.refuses else "was aborted"):
         crossing.launch([wire.Parcel(1, 0, torch.zeros(16, dtype=torch.uint8), True)])
     training.allreduce([torch.ones(1)]).wait()
     launched = any("all-reduce" in each for each in machines.unfinished())
-    assert launched == ends, "it is the device's to do, or counts as done"
+    assert launched == (ends > failed.refuses), "it is the device's to do, or counts as done"
 
 
 # ---- NCCL fails

@@ -15,6 +15,7 @@ from liver_hpc.errors import DeadlineError, TransferError
 from liver_hpc.transport import gloo_waits
 from liver_hpc.transport.lane import InlineLane
 from liver_hpc.transport.wire import NcclWire, Parcel, group_wire
+from tests.nccl_groups import NcclGroups
 
 
 class _Broken:
@@ -109,30 +110,27 @@ def test_a_silent_peer_is_told_as_a_passed_deadline(
 class _Coalescing:
     """NCCL's group, in which the second message cannot be started."""
 
-    def __init__(self) -> None:
-        self.open_groups = self.started = 0
-
-    def _start_coalescing(self) -> None:
-        self.open_groups += 1
-
-    def _end_coalescing(self) -> None:
-        self.open_groups -= 1
-        raise RuntimeError("NCCL communicator was aborted: the group has ended")
+    def __init__(self, refused_by: str) -> None:
+        self.groups = NcclGroups()
+        self._start_coalescing, self._end_coalescing = self.groups.start, self.groups.end
+        self._refused_by, self._started = refused_by, 0
 
     def send(self, _memory: list[torch.Tensor], _rank: int, _tag: int) -> None:
-        self.started += 1
-        if self.started == 2:
+        self._started += 1
+        if self._started == 2 and self._refused_by == "torch":
             raise RuntimeError("NCCL communicator was aborted")
+        self.groups.message(refused=self._started == 2)
 
 
-def test_messages_that_cannot_be_started_leave_no_group_of_nccls_open() -> None:
+@pytest.mark.parametrize("refused_by", ["torch", "NCCL"])
+def test_messages_that_cannot_be_started_leave_no_group_of_nccls_open(refused_by: str) -> None:
     """Else nothing runs that the thread gives NCCL later."""
-    group = _Coalescing()
+    group = _Coalescing(refused_by)
     wire = NcclWire(group, {1: 1}, torch.device("cpu"), InlineLane())
     parcels = [Parcel(1, tag, torch.zeros(16, dtype=torch.uint8), True) for tag in (0, 1)]
-    with pytest.raises(TransferError, match=r"message 1 .* 1: NCCL communicator was aborted"):
+    with pytest.raises(TransferError, match=r"message 1 .* 1: NCCL (communicator was|error)"):
         wire.launch(parcels)
-    assert group.open_groups == 0
+    assert (group.groups.open, group.groups.counted) == (0, 0)
 
 
 class _Slow:

@@ -20,6 +20,7 @@ from liver_hpc.host.interfaces import address_towards
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.world.device import Device, Network
 from liver_hpc.world.groups import Group, GroupBook, _ending_its_batch, install_sentinel
+from tests.nccl_groups import NcclGroups
 
 CPU = Device(torch.device("cpu"))
 
@@ -210,55 +211,65 @@ def test_own_address_towards_this_machine_is_loopback() -> None:
     assert address_towards("127.0.0.1") == "127.0.0.1"
 
 
+@pytest.mark.parametrize("refused_by", ["torch", "NCCL"])
 @pytest.mark.parametrize("fails_at", [0, 1])
 def test_a_batch_of_messages_that_fails_leaves_no_group_of_nccls_open(
-    fails_at: int, monkeypatch: pytest.MonkeyPatch
+    fails_at: int, refused_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor has torch collect what is reduced in that group later."""
     install_sentinel(0)
-    group = Group(f"test/batch/{fails_at}", (0, 1), 0, CPU)
-    open_groups: list[torch.device] = []
-
-    def start(_group: Any, device: torch.device) -> None:
-        open_groups.append(device)
-
-    def end(_group: Any, device: torch.device) -> None:
-        open_groups.remove(device)
+    group, groups = Group(f"test/batch/{fails_at}", (0, 1), 0, CPU), NcclGroups()
 
     def send(*_args: Any, **_options: Any) -> None:
-        raise dist.DistBackendError("NCCL communicator was aborted")
+        if refused_by == "torch":
+            raise dist.DistBackendError("NCCL error: the communicator was aborted")
+        groups.message(refused=True)
 
     monkeypatch.setattr(native.FakeProcessGroup, "supports_coalescing", True)
-    monkeypatch.setattr(dist.ProcessGroup, "_start_coalescing", start)
-    monkeypatch.setattr(dist.ProcessGroup, "_end_coalescing", end)
+    monkeypatch.setattr(dist.ProcessGroup, "_start_coalescing", lambda *_of: groups.start())
+    monkeypatch.setattr(dist.ProcessGroup, "_end_coalescing", lambda *_of: groups.end())
     messages = [
         dist.P2POp(op, torch.ones(1), 1, group.process_group) for op in (dist.isend, dist.irecv)
     ]
     messages[fails_at].op = send
-    with pytest.raises(RuntimeError, match="was aborted"):
+    with pytest.raises(RuntimeError, match="NCCL error"):
         dist.batch_isend_irecv(messages)
-    assert not open_groups
+    assert (groups.open, groups.counted) == (0, 0)
     assert group.process_group not in c10d._world.pg_coalesce_state
     group.close()
 
 
-@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter"])
-def test_a_collective_of_uneven_parts_that_fails_leaves_no_group_of_nccls_open(name: str) -> None:
-    """torch's own code begins one there, and does not end it."""
-    open_groups: list[torch.device] = []
-    group = SimpleNamespace(_end_coalescing=open_groups.remove)
+PARTS, WHOLE = [torch.ones(1), torch.ones(2)], torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("all_gather", (PARTS, WHOLE)),
+        ("reduce_scatter", (WHOLE, PARTS)),
+        ("all_to_all", (PARTS, PARTS)),
+        ("all_to_all_single", (WHOLE, WHOLE)),
+    ],
+)
+def test_a_collective_in_parts_that_fails_leaves_no_group_of_nccls_open(
+    name: str, given: tuple[Any, ...]
+) -> None:
+    """torch's own code begins one there, and does not end it: a batch, which it counts, or, in
+    all-to-all, one that it does not count."""
+    groups = NcclGroups()
+    group = SimpleNamespace(_end_coalescing=lambda _device: groups.end())
 
     @functools.wraps(getattr(c10d, name))
     def fail(*_args: Any, **_options: Any) -> None:
-        open_groups.append(torch.device("cpu"))
-        raise dist.DistBackendError("NCCL communicator was aborted")
+        if "all_to_all" in name:
+            groups.message(refused=True)
+        groups.start()
+        raise dist.DistBackendError("NCCL error: the communicator was aborted")
 
     collective = _ending_its_batch(fail)
-    parts, whole = [torch.ones(1), torch.ones(2)], torch.ones(1)
-    given = (parts, whole) if name == "all_gather" else (whole, parts)
-    with pytest.raises(RuntimeError, match="was aborted"):
+    with pytest.raises(RuntimeError, match="NCCL error"):
         collective(*given, group=group)
-    assert not open_groups
+    assert (groups.open, groups.counted) == (0, 0)
 
     install_sentinel(0)
     installed, codes = getattr(dist, name), set()
