@@ -521,10 +521,23 @@ class Network:
     def _connect(self, backend: Any, deadline: Deadline, check: Callable[[], None]) -> None:
         """NCCL connects at the first collective, for which the store must still be there. It runs
         in a lane of its own: in training's, it would have to come at the same place between
-        training's collectives on every worker."""
+        training's collectives on every worker. And in a thread of its own: a batch of messages
+        whose end has failed counts as open in its thread for ever, and torch ends what is open
+        before it connects, which NCCL then refuses."""
         lane = self._device.new_lane()
-        with lane.entered():
-            backend.allreduce([torch.zeros(1, device=self._device.torch_device)]).wait()
+        failed: list[BaseException] = []
+
+        def reduce() -> None:
+            try:
+                self._device.enter()
+                with lane.entered():
+                    backend.allreduce([torch.zeros(1, device=self._device.torch_device)]).wait()
+            except BaseException as error:  # noqa: BLE001 - raised again below
+                failed.append(error)
+
+        quiet_thread(reduce, "connect").join()
+        if failed:
+            raise failed.pop()
         lane.finish(deadline, check)
 
     def transports(self, backends: Iterable[Any]) -> Chosen:

@@ -453,6 +453,25 @@ def test_a_thread_whose_messages_were_refused_reduces_afterwards(
     assert launched == (ends > failed.refuses), "it is the device's to do, or counts as done"
 
 
+def test_a_thread_whose_messages_were_aborted_in_their_launch_connects_afterwards(
+    machines: Machines,
+) -> None:
+    """As the training thread does, in which a world is built again after a loss."""
+    device = LateDevice(machines, 0)
+    failed, network = LateBackend(device, "stages", 0, 1), LateNetwork(device)
+    crossing = wire.NcclWire(failed, {1: 1}, device.torch_device, device.new_lane())
+    plain = failed.send
+
+    def send(*given: Any) -> None:
+        plain(*given)
+        failed.abort()
+
+    failed.send = send  # type: ignore[method-assign]
+    with pytest.raises(TransferError, match="the group has failed"):
+        crossing.launch([wire.Parcel(1, 0, torch.zeros(16, dtype=torch.uint8), True)])
+    network.open_backend(dist.HashStore(), 0, 1, 10.0)
+
+
 # ---- NCCL fails
 
 
