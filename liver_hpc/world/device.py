@@ -79,7 +79,9 @@ _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 _HOST_ID = "NCCL_HOSTID"
 """NCCL takes ranks for processes of one host where this is the same for them."""
 _INIT_LIMIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
-"""The seconds after which torch gives up a communicator that does not come to be."""
+"""The seconds after which torch gives up a communicator that does not come to be, a launch that the
+device has no room for, and one whose communicator was aborted meanwhile, which it does not see. It
+reads them once."""
 ABORTED_ENDS_S = 10.0
 """How long the device may take to come to the end of what has been aborted."""
 ANSWERS_S = 1.0
