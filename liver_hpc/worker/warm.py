@@ -127,8 +127,11 @@ def _import_as_rehearsed(run_directory: Path, layout: Layout) -> None:
             told.flush()
             return True
 
-        if not _in_a_child(boot):
-            print("a child has not booted: each worker rehearses for itself", file=sys.stderr)
+        try:
+            if not _in_a_child(boot):
+                raise LiverError("a child has not booted")
+        except LiverError as error:
+            print(f"{error}: each worker rehearses for itself", file=sys.stderr)
             return
         told.seek(0)
         for name in json.load(told):
@@ -151,7 +154,8 @@ def _read_from() -> set[str]:
 
 
 def _in_a_child(ask: Callable[[], bool]) -> bool:
-    """What a child finds that is thrown away; no where it fails, or takes too long."""
+    """What a child finds that is thrown away; no where it fails. Raises LiverError where a signal
+    ends it, as one does after _CHILD_S: a slow driver is not none."""
     parent, child = os.getpid(), os.fork()
     if child == 0:
         found = False
@@ -161,7 +165,11 @@ def _in_a_child(ask: Callable[[], bool]) -> bool:
             found = ask()
         finally:
             os._exit(0 if found else 1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code < 0:
+        ended = f"{signal.Signals(-code).name} has ended the child that was to find out"
+        raise LiverError(f"{ask.__name__}: {ended}; it has {_CHILD_S} s")
+    return code == 0
 
 
 def _has_cuda() -> bool:
