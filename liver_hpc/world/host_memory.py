@@ -92,6 +92,8 @@ def pinned_memory(num_bytes: int) -> torch.Tensor:
     pages = _Pages(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)
+    # A fork would copy all of it, or have the device go on with pages that are the child's now.
+    pages.madvise(mmap.MADV_DONTFORK)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     address = memory.data_ptr()
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,6 +68,15 @@ def test_what_the_device_refuses_is_told_and_not_taken_from_it(runtime: PlayedRu
     with pytest.raises(RuntimeError, match="CUDA error 2"):
         pinned_memory(4096)
     gc.collect()
+
+
+@pytest.mark.usefixtures("runtime")
+def test_what_a_process_forks_has_none_of_it() -> None:
+    """On an old kernel the page that the device knows may be left to the forked process."""
+    memory = pinned_memory(4096)
+    mapped = Path("/proc/self/smaps").read_text().split(f"{memory.data_ptr():x}-", 1)[1]
+    flags = next(line for line in mapped.splitlines() if line.startswith("VmFlags"))
+    assert "dc" in flags.split(), "do not copy on fork"
 
 
 def test_nothing_is_nothing(runtime: PlayedRuntime) -> None:
