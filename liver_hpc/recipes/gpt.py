@@ -297,7 +297,8 @@ class GPT(Recipe):
         if self._samples is None:
             raise ConfigError("the recipe's data is not open")
         read = zip(*(self._samples.sample(int(i)) for i in samples), strict=True)
-        return tuple(torch.stack(parts) for parts in read)
+        stacked = (torch.stack(parts) for parts in read)
+        return tuple(part.pin_memory() if torch.cuda.is_available() else part for part in stacked)
 
     def loss(self, model: MegatronModule, samples: Any) -> tuple[torch.Tensor, LossFunction]:
         import torch
@@ -306,7 +307,7 @@ class GPT(Recipe):
         from liver_hpc.recipes.local_attention import share_of_sequence
 
         device = next(model.parameters()).device
-        tokens, labels, masks = (part.to(device) for part in samples)
+        tokens, labels, masks = (part.to(device, non_blocking=True) for part in samples)
         positions = torch.arange(tokens.shape[1], device=device).expand(len(tokens), -1)
         counted = masks.sum()  # of whole samples
         cp_group = get_attr_wrapped_model(model, "pg_collection").cp

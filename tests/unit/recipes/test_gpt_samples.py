@@ -1,0 +1,46 @@
+"""How a micro-batch gets to a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from liver_hpc.layout.coordinates import Coordinate, Layout
+from liver_hpc.recipes.gpt import GPT
+
+
+class Copied(Exception):
+    """Tells of a copy."""
+
+
+@pytest.mark.parametrize("has_cuda", [True, False])
+def test_it_is_read_into_memory_from_which_a_gpu_copies_by_itself(
+    has_cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned: list[tuple[int, ...]] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor.shape)
+        return tensor
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    recipe: Any = SimpleNamespace(_samples=SimpleNamespace(sample=lambda _i: [torch.ones(8)] * 3))
+    read = GPT.fetch(recipe, [4, 5], Layout.parse("dp1"), Coordinate(0, 0, 0))
+    assert [part.shape for part in read] == [(2, 8)] * 3
+    assert pinned == [(2, 8)] * 3 * has_cuda
+
+
+def test_its_copy_does_not_hold_up_the_host() -> None:
+    """Which would else wait, at each one, for all that the device has to do."""
+
+    class Part:
+        def to(self, _device: torch.device, non_blocking: bool = False) -> None:
+            raise Copied(non_blocking)
+
+    model: Any = SimpleNamespace(parameters=lambda: iter([torch.ones(1)]))
+    with pytest.raises(Copied, match="True"):
+        GPT.loss(SimpleNamespace(), model, [Part()] * 3)  # type: ignore[arg-type]
