@@ -18,7 +18,13 @@ from typing import Protocol
 
 from liver_hpc.clock import Deadline
 from liver_hpc.handoff.beside import Beside
-from liver_hpc.handoff.session import HandoffAborted, Session, Target, WorldHalted
+from liver_hpc.handoff.session import (
+    MOVING_ENDS_S,
+    HandoffAborted,
+    Session,
+    Target,
+    WorldHalted,
+)
 from liver_hpc.layout.memory import GRADIENT
 from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.protocol import messages as m
@@ -152,7 +158,8 @@ class Crossing:
         # A joiner waits from Arm on, and the source comes at its next boundary.
         waits_s = self._limits.boundary_s if self._source is None else 0.0
         parameters = self._move(first, waits_s)
-        deadline = self._deadline("the optimizer state to arrive")
+        # Not before that of the thread that moves it, which says from whom.
+        deadline = self._deadline("the optimizer state to arrive", MOVING_ENDS_S)
         moving: Beside[Part] | None = None
         if self._overlaps():
             moving = Beside("optimizer-transfer", lambda: self._move(second), context.device)

@@ -244,7 +244,7 @@ class WorldHolder:
         context, generation = self._context, self._generation
         if self._halting < generation:
             context.send(m.Broken(worker=context.worker, generation=generation, reason=why))
-        self._await_halt(generation, self._limits.word_s, f"word after {why}")
+        self._await_halt(generation, self._limits.word_s, f"the coordinator's word after {why}")
         self._break(self._halting)
         self._snapshots.halt()
         self._saving.halt()
@@ -266,7 +266,7 @@ class WorldHolder:
         limits = self._limits
         filling_s = limits.prepare_s + limits.transfer_s  # it may stay from its beginning
         limit_s = filling_s + limits.boundary_s + limits.word_s
-        self._await_halt(generation, limit_s, f"snapshots in generation {generation}")
+        self._await_halt(generation, limit_s, f"generation {generation} to have snapshots")
         self._snapshots.halt()
         self._tell_held()
         return True

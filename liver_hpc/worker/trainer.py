@@ -81,7 +81,8 @@ class Trainer(WorldHolder):
         context.send(restored)
         limit_s = limits.prepare_s + limits.checkpoint_s
         if not self.proceed.wait(limit_s):
-            raise DeadlineError(f"waited {limit_s:g} s for all workers to restore from {path}")
+            everybody = f"workers {list(world.rank_map.workers)}"
+            raise DeadlineError(f"waited {limit_s:g} s for {everybody} to restore from {path}")
 
     def join(self, session: Session) -> bool:
         """Takes a joiner in: PREPARE, then the crossing. False when called off: nothing of it is
@@ -91,7 +92,7 @@ class Trainer(WorldHolder):
         crossed = None
         try:
             limit_s = self._limits.prepare_s + self._limits.boundary_s
-            session.wait(m.Arm, limit_s, "all workers to be prepared")
+            session.wait(m.Arm, limit_s, f"workers {list(session.members)} to be prepared")
             assert session.prepared is not None
             self._making = session.prepared.world
             crossed = Crossing(session, session.prepared, None, self._snapshots).run(None)
@@ -464,9 +465,9 @@ class Trainer(WorldHolder):
                 rebuild=held is not None,
             )
         )
-        resume: m.Resume = session.wait(
-            m.Resume, session.limits.boundary_s + session.limits.word_s, "all workers to go back"
-        )
+        limit_s = session.limits.boundary_s + session.limits.word_s
+        everybody = f"workers {list(session.members)}"
+        resume: m.Resume = session.wait(m.Resume, limit_s, f"{everybody} to go back")
         if held is not None:
             assert resume.rebuild_generation is not None
             self._snapshots.taken()  # of what is held

@@ -364,7 +364,7 @@ def test_a_joiner_that_dies_in_the_meeting_takes_nobody_with_it(
 
 
 def test_joiners_wait_their_turn_while_another_stands_still_in_the_meeting(
-    mpi_place: MpiPlace,
+    mpi_place: MpiPlace, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They wait in the queue, not in MPI: the acceptor that is given up is followed by another."""
     stuck = mpi_place.bad_joiner("connected", "stand still")
@@ -372,6 +372,7 @@ def test_joiners_wait_their_turn_while_another_stands_still_in_the_meeting(
     before = acceptor_pid(mpi_place.rendezvous)
     assert mpi_place.join("a1").worker_ids == (0, 1)
     assert acceptor_pid(mpi_place.rendezvous) != before
+    assert "a meeting broke off: waited 2 s for the joiner from 127.0.0.1" in caplog.text
 
 
 def test_the_wait_for_those_before_it_is_no_part_of_a_joiners_meeting(mpi_place: MpiPlace) -> None:

@@ -315,7 +315,8 @@ def test_memory_that_a_late_device_may_still_copy_into_is_not_used_again(tmp_pat
     device.park = lambda copy, _lane: parked.append(copy)  # type: ignore[method-assign]
     device.new_lane = LateLane  # type: ignore[method-assign]
     seat.saving.begin(seat.world, 4)
-    assert "has not come to its end" in seat.told(1)[-1].error
+    late = "waited 0.2 s for the device to copy the state for a checkpoint: the device has not"
+    assert late in seat.told(1)[-1].error
     seat.saving.finish(WAIT_S)
     (copy,) = parked
     assert isinstance(copy, saving.HostCopy)
@@ -329,7 +330,8 @@ def test_memory_that_a_late_device_may_still_copy_into_is_not_used_again(tmp_pat
 def test_a_world_that_is_let_go_is_read_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seat, takes, goes_on = Seat(tmp_path), threading.Event(), threading.Event()
+    """Nor waited for by training for longer than allowed."""
+    seat, takes, goes_on = Seat(tmp_path, collective_s=0.2), threading.Event(), threading.Event()
     take = saving.HostCopy.take
 
     def held_take(copy: Any, state: Any) -> None:
@@ -340,6 +342,9 @@ def test_a_world_that_is_let_go_is_read_no_more(
     monkeypatch.setattr(saving.HostCopy, "take", held_take)
     seat.saving.begin(seat.world, 4)
     assert takes.wait(WAIT_S)
+    waits = r"waited 0\.2 s for the state to be copied for a checkpoint"
+    with pytest.raises(DeadlineError, match=waits):
+        seat.saving.taken()
     threading.Timer(0.2, goes_on.set).start()
     seat.saving.halt()
     assert goes_on.is_set()

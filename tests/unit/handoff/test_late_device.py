@@ -30,7 +30,7 @@ from liver_hpc.world.device import Device, Network, Room
 from liver_hpc.world.groups import GroupBook
 from liver_hpc.world.rehearsed import Shapes
 from tests.late_device import LateBackend, LateDevice, LateGroup, LateNetwork, Machines
-from tests.late_worlds import ANSWER_S, LateRun, LateWorld, late_worlds
+from tests.late_worlds import ANSWER_S, LIMITS, LateRun, LateWorld, late_worlds
 from tests.unit.layout.models import TIED
 
 TP = RankMap(Layout(2, 1, 1), (0, 1))
@@ -654,6 +654,22 @@ def test_the_target_is_built_once_a_step_has_told_what_training_takes(
         assert "waited 2.5 s for a step beside which no other world has memory" in ended.detail
         assert known_then == {}
     run.check(PP.workers)
+
+
+def test_a_rehearsal_that_does_not_come_to_its_end_calls_the_handoff_off(
+    run: LateRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hurried = LIMITS.model_copy(update={"prepare_s": 0.5})  # the workers', not the coordinator's
+    monkeypatch.setattr("tests.late_worlds.LIMITS", hurried)
+    run.machines.stopped.add("rehearsal of generation 2")
+    run.begin()
+    soon = Deadline.after(SystemClock(), ANSWER_S, "a step")
+    poll_until(lambda: any(isinstance(each, m.StepDone) for each in run.said), soon, 0.001)
+    ended = run.hand_off(PP)
+    assert ended.outcome == "aborted"
+    late = "waited 0.5 s for PREPARE's warm_up: the device has not come to its end"
+    assert late in ended.detail
+    run.check(TP.workers)
 
 
 def test_a_seat_that_is_known_wants_no_room_for_a_rehearsal(

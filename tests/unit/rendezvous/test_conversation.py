@@ -349,11 +349,15 @@ def test_when_the_run_is_over_nobody_is_waited_for(run: RunDirectory, called: Ca
 
 
 def test_silence_has_a_deadline(run: RunDirectory, called: Called) -> None:
-    coordinator = Coordinator(run, 1)
+    coordinator, whose = Coordinator(run, 1), "the coordinator's control channel"
     called.line.open(coordinator.server.address)
-    with pytest.raises(DeadlineError):
+    with pytest.raises(DeadlineError, match=rf"waited 0\.05 s for a message from {whose}"):
         called.line.receive(0.05)
     coordinator.server.close()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        waits = rf"waited 0\.2 s for {whose}: .* before its proof"
+        with pytest.raises(DeadlineError, match=waits):
+            called.line._connect(silent.getsockname(), 0.2)
 
 
 def test_a_coordinator_that_is_gone_is_missed_again_and_again(run: RunDirectory) -> None:

@@ -10,13 +10,22 @@ from typing import Any
 
 import pytest
 
-from liver_hpc.clock import SystemClock
+from liver_hpc.clock import Deadline, SystemClock
+from liver_hpc.errors import DeadlineError
 from liver_hpc.snapshot import keeping
 from liver_hpc.snapshot.keeping import Flag, Snapshots
 from liver_hpc.snapshot.memory import Snapshot
 from tests.late_device import LateDevice, Machines
 from tests.late_worlds import LateRun, LateWorld, late_worlds
-from tests.unit.snapshot.rig import ALONE, LIMIT_S, PAIR, Keeper, in_pair, played_exchanges
+from tests.unit.snapshot.rig import (
+    ALONE,
+    LIMIT_S,
+    PAIR,
+    Keeper,
+    PlayedExchange,
+    in_pair,
+    played_exchanges,
+)
 from tests.unit.snapshot.states import share_of
 
 
@@ -139,11 +148,41 @@ def test_memory_that_a_late_device_may_still_copy_into_is_not_used_again(
     taking = one.snapshots._taking
     assert taking is not None
     assert taking.done.wait(LIMIT_S)
-    assert "has not come to its end" in taking.problem
+    late = "waited 0.2 s for the device to copy the state into host memory: the device has not"
+    assert late in taking.problem
     (own, _) = taking.pending
     one.snapshots.halt()
     assert parked == [own]
     assert not one.snapshots._memory._free
+    one.machines.stop()
+
+
+def test_training_waits_for_a_copy_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setattr(Snapshot, "take", lambda *_of: goes_on.wait(LIMIT_S))
+    one = in_pair(LateKeeper(0, limit_s=0.2))
+    one.snapshots.begin(one.world, 0)
+    waits = r"waited 0\.2 s for the state to be copied into host memory"
+    with pytest.raises(DeadlineError, match=waits):
+        one.snapshots.taken()
+    goes_on.set()
+    one.snapshots.halt()
+    one.machines.stop()
+
+
+def test_a_partner_that_does_not_take_a_snapshot_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def swap(_exchange: object, _own: object, _wards: object, deadline: Deadline) -> None:
+        time.sleep(deadline.remaining_s())
+        deadline.check()
+
+    monkeypatch.setattr(PlayedExchange, "swap", swap)
+    one = in_pair(LateKeeper(0, limit_s=0.2))
+    one.begin()
+    taking = one.snapshots._taking
+    assert taking is not None
+    assert taking.done.wait(LIMIT_S)
+    (told,) = one.said
+    assert told.reason == "DeadlineError: waited 0.2 s for worker 5 to hold the snapshot"
     one.machines.stop()
 
 

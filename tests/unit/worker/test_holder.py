@@ -46,5 +46,5 @@ def test_a_world_that_has_failed_is_held_for_as_long_as_agents_wait_for_a_coordi
     waits: list[Any] = []
     with pytest.raises(ZeroDivisionError):
         holder.let_go("a peer is gone")
-    assert waits == [4, limits.successor_s + 3.0, "word after a peer is gone"]
+    assert waits == [4, limits.successor_s + 3.0, "the coordinator's word after a peer is gone"]
     assert limits.successor_s == 120.0

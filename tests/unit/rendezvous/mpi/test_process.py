@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from liver_hpc.rendezvous.mpi import process
+from liver_hpc.errors import MeetingError
+from liver_hpc.rendezvous.mpi import process, service
+from liver_hpc.rendezvous.mpi.network import MpiNetwork
 from liver_hpc.rendezvous.mpi.process import MpiProcess, wheel_library, with_library
+from liver_hpc.rendezvous.mpi.service import Acceptor
 
 
 def test_it_is_that_of_the_wheel_with_what_it_needs_before_the_machines() -> None:
@@ -62,3 +65,14 @@ def test_who_has_taken_the_name_of_its_segment_does_not_keep_it_from_ending(
     ended.close()
     ended.close()
     assert ended.exit_code() is not None
+
+
+def test_an_acceptor_that_does_not_open_its_port_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "ENDPOINT", ("-c", "import time; time.sleep(60.0)"))
+    monkeypatch.setattr(service, "_OPEN_S", 0.2)
+    log = tmp_path / "rendezvous.log"
+    waits = rf"^waited 0\.2 s for the acceptor to open its port; see {log}$"
+    with pytest.raises(MeetingError, match=waits):
+        Acceptor(MpiNetwork(), log)
