@@ -31,6 +31,7 @@ GONE_S = 30.0
 """What a run leaves has to be gone so soon after its end, however it ended."""
 
 ENDLESS = 100_000
+FEED = "tests.cluster.status_feed"
 _FEED_S = 0.2
 
 RUN_FILE: dict[str, Any] = {
@@ -129,7 +130,7 @@ class SlurmRun:
 
     def _submitted(self, path: Path) -> None:
         self.directory = RunDirectory((REPOSITORY / path).resolve())
-        command = [sys.executable, "-m", "tests.cluster.status_feed", str(self.directory.path)]
+        command = [sys.executable, "-m", FEED, str(self.directory.path)]
         self._feed = subprocess.Popen(
             in_control(self.cluster.place, [*command, str(_FEED_S)]),
             cwd=REPOSITORY,
@@ -275,8 +276,15 @@ class SlurmRun:
         return [r for r in self.records().reconfigurations if r.outcome == outcome]
 
     def processes(self) -> list[psutil.Process]:
-        """Those of all its nodes: namespaces hide nothing from outside."""
-        return processes_of(self.directory) + processes_of(RunDirectory(self.file))
+        """Those of all its nodes: namespaces hide nothing from outside. Not the feed."""
+        found = processes_of(self.directory) + processes_of(RunDirectory(self.file))
+        return [each for each in found if FEED not in _words(each)]
+
+    def kill_all(self) -> None:
+        """SIGKILL of whatever there is of it."""
+        for each in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
 
     def kill_coordinator(self, and_its_parent: bool = True) -> None:
         """SIGKILL, as from a kernel that has run out of memory; of what would start another one,
@@ -289,7 +297,7 @@ class SlurmRun:
                     each.kill()
 
     def nothing_is_left(self, limit_s: float = GONE_S) -> None:
-        """No job, allocation, step or process; the feed, which is the test's own, goes first."""
+        """No job, allocation, step or process; the feed, which is the test's own, goes, too."""
         self.close()
 
         def left() -> list[str]:
@@ -342,11 +350,15 @@ def empty(cluster: SlurmCluster) -> None:
     wait_for(lambda: not cluster.run("squeue", "-h"), 2 * GONE_S, f"{cluster.name} to be empty")
 
 
-def _coordinates(process: psutil.Process) -> bool:
+def _words(process: psutil.Process) -> str:
     with suppress(psutil.NoSuchProcess):
-        words = " ".join(process.cmdline())
-        return "submitit.core._submit" in words or "liver_hpc run" in words
-    return False
+        return " ".join(process.cmdline())
+    return ""
+
+
+def _coordinates(process: psutil.Process) -> bool:
+    words = _words(process)
+    return "submitit.core._submit" in words or "liver_hpc run" in words
 
 
 def each_step_once(records: RunRecords) -> list[float]:

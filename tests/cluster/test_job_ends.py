@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
 
+from liver_hpc.report.hours import held_spans, overlap_s
+from liver_hpc.run.entries import JOURNAL_FILE
 from tests.cluster.harness import SlurmCluster
 from tests.cluster.slurm_runs import (
     BOOT_S,
     BURST,
+    GONE_S,
     SLURM,
     SlurmRun,
     each_step_once,
@@ -23,6 +27,7 @@ from tests.cluster.slurm_runs import (
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
 PARTITION = "PartitionName=preempt"
+STOPS = b'"stop_signalled"'
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +113,52 @@ def test_a_killed_coordinator_is_followed_by_another_one_and_no_step_is_lost(
         each_step_once(run.records())
         assert "goes on from step" not in run.log()
         assert run.records().steps[-1].step >= status["step"] + 5
+
+
+def cut_off(run: SlurmRun, *by: str) -> float:
+    """Slurm tells the job to end, by this command, and kills it as the run stops: when."""
+    journal = run.directory.path / JOURNAL_FILE
+    stops = journal.read_bytes().count(STOPS)
+    run.cluster.run(*by)
+    wait_for(lambda: journal.read_bytes().count(STOPS) > stops, GONE_S, "the run to stop")
+    run.kill_all()  # as after KillWait
+    killed_s = time.time()
+    assert run.directory.last_outcome() is None, "it had stopped before"
+    wait_for(lambda: not run.processes() + run.jobs.steps(), GONE_S, "the job to be gone")
+    return killed_s
+
+
+@pytest.mark.long
+def test_a_stop_that_was_cut_off_ends_no_later_start_and_costs_no_nodes_while_it_waits(
+    run_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its job, which is queued again and held for a while; then in another one."""
+    monkeypatch.setenv("LIVER_TEST_STEP_S", "2.0")
+    with slurm_run(run_cluster, "cut-off", 0, {"checkpoint": {"every_steps": 2}}) as run:
+        run.submit()
+        run.wait_workers(2)
+        first = run.job
+        waits = [(cut_off(run, "scontrol", "requeuehold", first), time.time())]
+        run.cluster.run("scontrol", "release", first)
+        run.wait_workers(2)
+        assert run.job == first
+
+        killed_s = cut_off(run, "scancel", first)
+        wait_for(lambda: not run.jobs.of_runs(), GONE_S, "the job to end")
+        waits.append((killed_s, time.time()))
+        run.resume()
+        run.wait_workers(2)
+        assert run.job != first
+        run.stop()
+        run.nothing_is_left()
+
+        assert len(re.findall("goes on from step [1-9]", run.log())) == len(waits)
+        assert "has taken over" not in run.log()
+        records = run.records()
+        assert {record.step for record in records.steps} == set(range(records.steps[-1].step + 1))
+        held = held_spans(records.holdings)
+        assert len(held) == 1 + len(waits)
+        assert [overlap_s(held, *wait) for wait in waits] == [0.0, 0.0]
 
 
 @pytest.mark.long
