@@ -526,9 +526,11 @@ class Stop(Message, type="stop"):
 
 
 class YourTurn(Message, type="your_turn"):
-    """To a joiner that queues: meet the rendezvous over MPI, at this port."""
+    """To a joiner that queues: meet the rendezvous over MPI, at this port. mpi: of which release
+    the library is there."""
 
     port_name: str
+    mpi: str
 
 
 # ---- coordinator -> agent that stays (and Exit, to any)

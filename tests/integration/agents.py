@@ -120,11 +120,11 @@ def acceptor_pid(rendezvous: MpiRendezvous) -> int | None:
     return None if acceptor is None else acceptor.pid
 
 
-def dead_port_name(directory: Path) -> str:
-    """MPI's name of a port at which there is nobody any more."""
+def dead_turn(directory: Path) -> YourTurn:
+    """To meet at a port of MPI's at which there is nobody any more."""
     acceptor = Acceptor(MpiNetwork(), directory / "logs" / "dead.log")
     acceptor.close()
-    return acceptor.port_name
+    return YourTurn(port_name=acceptor.port_name, mpi=acceptor.release)
 
 
 @contextmanager
@@ -237,16 +237,18 @@ class Run:
         self.rendezvous.start(self.answer)
 
     @contextmanager
-    def queue(self, tells: str = "", then_hangs_up: bool = False) -> Iterator[threading.Event]:
+    def queue(
+        self, tells: YourTurn | None = None, then_hangs_up: bool = False
+    ) -> Iterator[threading.Event]:
         """A rendezvous with a queue alone, where joiners wait, already in MPI; set once one does.
 
-        It may tell a port name, and hang up at once.
+        It may tell how to meet, and hang up at once.
         """
         came = threading.Event()
 
         def line_up(joiner: Channel) -> None:
-            if tells:
-                joiner.send(YourTurn(port_name=tells))
+            if tells is not None:
+                joiner.send(tells)
             came.set()
             if not then_hangs_up:
                 joiner.receive()

@@ -23,7 +23,7 @@ from tests.integration.agents import (
     Run,
     acceptor_pid,
     command_line,
-    dead_port_name,
+    dead_turn,
     listens,
     request,
     wait_for,
@@ -145,7 +145,7 @@ def test_a_meeting_that_breaks_off_in_mpi_fails_the_agent_which_says_why(
 ) -> None:
     run.set_deadline("meet_s", meet_s)
     launcher = run.launcher("works")
-    with run.queue(dead_port_name(run.directory), then_hangs_up):
+    with run.queue(dead_turn(run.directory), then_hangs_up):
         launcher.launch(request())
         assert run.wait_ended(launcher) == code
     assert why in run.log("agent-a0")

@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
@@ -21,7 +21,6 @@ import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.errors import DeadlineError, LiverError, MeetingError
-from liver_hpc.protocol.messages import YourTurn
 from liver_hpc.rendezvous.base import (
     Answer,
     Identity,
@@ -34,7 +33,7 @@ from liver_hpc.rendezvous.mpi.joiner import RendezvousLost, StuckInMpi, joiner_p
 from liver_hpc.rendezvous.mpi.network import MpiNetwork, RendezvousPlace, place_file
 from liver_hpc.rendezvous.mpi.process import ENDPOINT, MpiProcess
 from liver_hpc.rendezvous.mpi.service import MpiRendezvous
-from tests.integration.agents import acceptor_pid, dead_port_name, queue_alone
+from tests.integration.agents import acceptor_pid, dead_turn, queue_alone
 from tests.integration.leftovers import no_abandoned_files
 from tests.memory_rendezvous import MemoryRendezvous
 
@@ -588,10 +587,10 @@ def test_a_joiner_stuck_in_mpi_ends_with_the_rendezvous_or_at_its_deadline(
 ) -> None:
     """It is told a port name at which there is nobody any more."""
     ended = threading.Event()
-    port_name = dead_port_name(tmp_path)
+    turn = dead_turn(tmp_path)
 
     def line_up(joiner: Channel) -> None:
-        joiner.send(YourTurn(port_name=port_name))
+        joiner.send(turn)
         try:
             joiner.receive(0.5 if rendezvous_ends else None)
         except (DeadlineError, ChannelClosed):
@@ -602,6 +601,22 @@ def test_a_joiner_stuck_in_mpi_ends_with_the_rendezvous_or_at_its_deadline(
         with pytest.raises(RendezvousLost if rendezvous_ends else StuckInMpi):
             joiner.result(20)
         assert ended.wait(5)
+
+
+def test_a_joiner_whose_mpi_is_of_another_release_is_refused_by_name(tmp_path: Path) -> None:
+    turn = dead_turn(tmp_path)
+    other = turn.model_copy(update={"mpi": "MPICH Version: 3.4.2"})
+
+    def line_up(joiner: Channel) -> None:
+        joiner.send(other)
+        with suppress(ChannelClosed):
+            joiner.receive()
+
+    with queue_alone(tmp_path, SECRET, line_up):
+        joiner = start_joiner(tmp_path, "a0", meet_s=10.0)
+        told = f"here is '{turn.mpi}', the coordinator's '{other.mpi}': .* install the same release"
+        with pytest.raises(MeetingError, match=told):
+            joiner.result(20)
 
 
 # ---- shared memory

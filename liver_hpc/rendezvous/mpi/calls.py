@@ -45,6 +45,7 @@ def accept(parent: Connection) -> None:
     start_mpi()
     port_name = MPI.Open_port()
     parent.send_bytes(port_name.encode())
+    parent.send_bytes(_release().encode())
     while True:
         parent.recv_bytes()
         joiner = MPI.COMM_SELF.Accept(port_name)
@@ -59,9 +60,17 @@ def accept(parent: Connection) -> None:
 
 @_mpi_errors()
 def connect(parent: Connection) -> None:
-    """Meets the acceptor and leaves MPI again. Raises what `accept` does."""
+    """Meets the acceptor and leaves MPI again. Raises what `accept` does, MeetingError before it
+    meets one whose MPI is of another release."""
     start_mpi()
-    acceptor = MPI.COMM_SELF.Connect(parent.recv_bytes().decode())
+    port_name, theirs = (parent.recv_bytes().decode() for _ in range(2))
+    if theirs != (ours := _release()):
+        raise MeetingError(
+            f"the MPI library here is {ours!r}, the coordinator's {theirs!r}: they may not "
+            "understand each other; install the same release of mpich on the coordinator's host, "
+            "on nodes and in images"
+        )
+    acceptor = MPI.COMM_SELF.Connect(port_name)
     send(acceptor, parent.recv_bytes())
     parent.send_bytes(receive(acceptor))
     acceptor.Disconnect()
@@ -92,6 +101,11 @@ def start_mpi() -> None:
             Path(name).unlink(missing_ok=True)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+def _release() -> str:
+    """Of the MPI library, such as "MPICH Version: 5.0.2"."""
+    return " ".join(MPI.Get_library_version().splitlines()[0].split())
 
 
 def send(peer: MPI.Intercomm, data: bytes) -> None:

@@ -1,7 +1,8 @@
 """One end of a meeting: `python -m liver_hpc.rendezvous.mpi.endpoint accept|connect FD`.
 
 Started as an `MpiProcess`, whose bytes come and go over the inherited FD. What it hears first is by
-what MPI goes, as JSON. To accept, it then says its port name; and for each turn:
+what MPI goes, as JSON. To accept, it then says its port name and of which release its MPI library
+is; and for each turn:
 
     parent   -> acceptor   a joiner is about to connect
     acceptor -> parent     the joiner's introduction
@@ -11,7 +12,7 @@ what MPI goes, as JSON. To accept, it then says its port name; and for each turn
 
 To connect, it lives for one meeting:
 
-    parent -> joiner       the acceptor's port name; the introduction
+    parent -> joiner       the acceptor's port name, and its release; the introduction
     joiner -> parent       the reception
     joiner -> parent       it is through with MPI
 

@@ -52,10 +52,11 @@ def meet(
     try:
         found, turn = within(meet_s), within(turn_s)
         process.enter(_place(run_directory, found).network)
-        queue, port_name = _wait_for_turn(process, run_directory, secret, found, turn)
+        queue, told = _wait_for_turn(process, run_directory, secret, found, turn)
         with contextlib.closing(queue):
             said = introduction(queue.key, identity)
-            heard = _exchange(process, queue, [port_name.encode(), said], within(meet_s))
+            says = [told.port_name.encode(), told.mpi.encode(), said]
+            heard = _exchange(process, queue, says, within(meet_s))
         return answer_in(queue.key, heard, identity)
     except DeadlineError as error:
         raise MeetingError(str(error)) from error
@@ -73,8 +74,8 @@ def _place(run_directory: Path, deadline: Deadline) -> RendezvousPlace:
 
 def _wait_for_turn(
     process: MpiProcess, run_directory: Path, secret: bytes, found: Deadline, turn: Deadline
-) -> tuple[Channel, str]:
-    """Queues until it is this joiner's turn; the place in the queue, and MPI's port name.
+) -> tuple[Channel, YourTurn]:
+    """Queues until it is this joiner's turn; the place in the queue, and how to meet.
 
     A rendezvous that has ended meanwhile may be followed by another one, at another place.
     """
@@ -93,7 +94,7 @@ def _wait_for_turn(
                 if not isinstance(told, YourTurn):
                     raise ProtocolError(f"{deadline.waits_for}: wanted its turn, got {told.type}")
                 giving_up.pop_all()
-                return queue, told.port_name
+                return queue, told
         except ChannelRefused as error:
             raise MeetingError(str(error)) from error
         except ChannelClosed:

@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 class Acceptor(MpiProcess):
-    """A running acceptor, and the port name at which it accepts.
+    """A running acceptor, the port name at which it accepts, and the release of its MPI library.
 
     Raises LiverError when it cannot be started, MeetingError when it does not open its port.
     """
@@ -51,6 +51,7 @@ class Acceptor(MpiProcess):
             self.enter(network)
             opens = Deadline.after(SystemClock(), _OPEN_S, "the acceptor to open its port")
             self.port_name = self.hear(opens).decode()
+            self.release = self.hear(opens).decode()
         except (MpiEnded, DeadlineError) as error:
             self.close()
             raise MeetingError(f"{error}; see {log}") from error
@@ -62,7 +63,7 @@ class Acceptor(MpiProcess):
         no more use.
         """
         deadline = Deadline.after(SystemClock(), TURN_S, f"the joiner from {joiner.peer}")
-        joiner.send(YourTurn(port_name=self.port_name))
+        joiner.send(YourTurn(port_name=self.port_name, mpi=self.release))
         self.say(b"comes")
         said, identity = reception(joiner.key, self.hear(deadline, joiner), decide)
         self.say(said)
