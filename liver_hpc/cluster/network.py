@@ -137,8 +137,8 @@ def control_interface(network: NetworkSection, kind: str, facts: NodeFacts) -> s
         if found in facts.interfaces:
             return found
     raise ConfigError(
-        f"network.interface: found none on node {facts.host}: its name resolves to no address of "
-        f"its own, and it has no default route; name one of {_listed(facts)}"
+        f"network.interface: found none on node {facts.host}: its name resolves to no IPv4 "
+        f"address of its own, and it has no default route for IPv4; name one of {_listed(facts)}"
     )
 
 
