@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import secrets
+import select
 import signal
 import sys
 import threading
@@ -23,6 +24,7 @@ from liver_hpc.config.load import load_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
 from liver_hpc.host.files import file_lock, write_whole
+from liver_hpc.host.process import quiet_thread
 from liver_hpc.report.derive import RunFigures, run_figures
 from liver_hpc.run.entries import JOURNAL_FILE, Entry, JournalReader
 from liver_hpc.run.outcome import open_log, write_private_json
@@ -223,6 +225,7 @@ def _read(path: Path) -> Stands:
 def follow(run_directory: Path, wake: int, say: Callable[[str], None]) -> None:
     """Until the other end of the descriptor `wake` is closed. One process of a run at a time: the
     one before may still be about to end."""
+    quiet_thread(partial(_die_in_time, wake), "end")
     following = Following(run_directory, load_run(run_directory / "run.yaml"), say)
     gathers = threading.Event()
     (run_directory / DIRECTORY).mkdir(mode=0o700, exist_ok=True)
@@ -231,9 +234,16 @@ def follow(run_directory: Path, wake: int, say: Callable[[str], None]) -> None:
         while os.read(wake, 2**16):
             gathers.wait(GATHER_S)
             following.look()
-        signal.setitimer(signal.ITIMER_REAL, CLOSE_S)  # of which it dies
         following.look(last=True)
         following.close()
+
+
+def _die_in_time(wake: int) -> None:
+    """Also where a tracker stands still, and whoever would kill this process was killed."""
+    ends = select.poll()
+    ends.register(wake, 0)  # that the other end is closed is told always
+    ends.poll()
+    signal.setitimer(signal.ITIMER_REAL, CLOSE_S)  # of which it dies
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

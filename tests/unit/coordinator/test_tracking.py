@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -120,3 +124,32 @@ def test_where_another_coordinator_has_taken_over_it_is_killed(tmp_path: Path) -
         raise Superseded(1)
     assert time.monotonic() - begun_s < 10.0
     assert children() == []
+
+
+STANDS_STILL = """
+import threading
+from liver_hpc.tracking import main as module
+
+module.CLOSE_S = 0.2
+module.Following.open = lambda self: threading.Event().wait()
+print("stands", flush=True)
+module.main()
+"""
+
+
+def test_one_that_stands_still_ends_in_time_where_its_coordinator_was_killed(
+    tmp_path: Path,
+) -> None:
+    config_of(tmp_path, tensorboard={})
+    (tmp_path / "logs").mkdir()
+    words = [sys.executable, "-c", STANDS_STILL, str(tmp_path)]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process, contextlib.ExitStack() as at_last:
+        at_last.callback(process.kill)
+        assert process.stdout.readline() == b"stands\n"
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        process.stdin.close()
+        assert process.wait(30.0) == -signal.SIGALRM
