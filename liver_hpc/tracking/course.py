@@ -18,13 +18,14 @@ RECIPES = "metrics/"
 
 
 class Course:
-    """fold: what is recorded so far. step: how many steps are done; furthest: at most so far.
+    """fold: what is recorded so far. step: how many steps are done. place: of the last one on an
+    axis that only goes forward: its number, or behind the one before where steps are done again.
     workers: of the world that trains, 0 while none does."""
 
     def __init__(self) -> None:
         self.fold = RecordsFold()
         self.step = 0
-        self.furthest = 0
+        self.place = 0
         self.workers = 0
 
     @property
@@ -60,7 +61,7 @@ class Course:
                 }
                 told = event.get("metrics", {})
                 values |= {f"{RECIPES}{name}": float(value) for name, value in told.items()}
-                self.furthest = max(self.furthest, self.step)
+                self.place = max(self.place + 1, self.step)
                 yield Point(self.step, event["ended_s"], values)
             case "evaluated":
                 values = {"validation/loss": float(event["loss"])}

@@ -45,12 +45,12 @@ GOODPUT_S = 30.0
 
 class Stands(NamedTuple):
     """How far a tracker was told of the journal that began at `journal_s`: up to an entry, with so
-    many steps done then, and at most before."""
+    many steps done then, the last one at that place (`Course`)."""
 
     journal_s: float = 0.0
     entry: int = -1
     step: int = 0
-    furthest: int = 0
+    place: int = 0
 
 
 class Following:
@@ -156,8 +156,9 @@ class Following:
                 from liver_hpc.tracking.weights_and_biases import WeightsAndBiases
 
                 facts = {"run_directory": self._run_directory.name, "name": self._config.name}
+                at = stands.step, stands.place
                 self._trackers[name] = WeightsAndBiases(
-                    section, self._directory, self._run_id, facts, told, stands.furthest
+                    section, self._directory, self._run_id, facts, told, at
                 )
             case _:
                 from liver_hpc.tracking.openmetrics import OpenMetrics
@@ -176,7 +177,7 @@ class Following:
         for name in [*self._trackers]:
             self._do(name, self._trackers[name].flush)
         course = self._course
-        stands = Stands(self._journal_s, self._last, course.step, course.furthest)
+        stands = Stands(self._journal_s, self._last, course.step, course.place)
         try:
             for name, tracker in self._trackers.items():
                 if tracker.keeps:

@@ -13,12 +13,14 @@ from liver_hpc.tracking.base import Mark, Point, Tracker
 
 INIT_S = 20.0
 """So long its server may take to answer at the start."""
+STEP = "step"
+"""The axis of all values. W&B's own only goes forward."""
 COLUMNS: list[str | int] = ["step", "time", "kind", "what"]
 
 
 class WeightsAndBiases(Tracker):
-    """A step is told once: of those that are done again, which give the same, the first time stays,
-    and a mark says so. Marks are counted in the summary, and a table at the end has them all."""
+    """A step that is done again is told again: the first time may have been without a loss, or a
+    wrong one. Marks are counted in the summary, and a table at the end has them all."""
 
     def __init__(
         self,
@@ -27,10 +29,10 @@ class WeightsAndBiases(Tracker):
         run_id: str,
         facts: dict[str, Any],
         before: list[Mark],
-        furthest: int,
+        at: tuple[int, int],
     ) -> None:
         """The key and the mode are those of the environment. facts: of the run, for its page.
-        before: marks that were told. furthest: the most steps that were done when it was told."""
+        before: marks that were told. at: the last step that was told, and its place (`Course`)."""
         directory.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=section.project,
@@ -46,7 +48,9 @@ class WeightsAndBiases(Tracker):
         )
         self._marks = list(before)
         self._counts = Counter(f"events/{mark.kind}" for mark in before)
-        self._furthest = furthest
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP)
+        self._step, self._place = at
 
     def take(self, what: Point | Mark) -> None:
         if isinstance(what, Mark):
@@ -54,9 +58,11 @@ class WeightsAndBiases(Tracker):
             self._counts[f"events/{what.kind}"] += 1
             self._run.summary.update(dict(self._counts))
             self._run.summary["events/last"] = f"step {what.step}: {what.text}"
-        elif what.step > self._furthest or (what.step == self._furthest and not what.is_step):
-            self._furthest = what.step
-            self._run.log(dict(what.values), step=what.step)
+            return
+        if what.is_step or what.step > self._place:
+            self._step, self._place = what.step, max(self._place + what.is_step, what.step)
+        if what.step == self._step:
+            self._run.log({STEP: what.step, **what.values}, step=self._place)
 
     def flush(self) -> None:
         """Its own process sends, or writes, what it was told."""

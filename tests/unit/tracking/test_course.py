@@ -74,6 +74,15 @@ def test_no_worker_trains_after_the_end_of_a_world_and_no_node_is_held_that_is_g
     assert course.now["run/workers"] == 0
 
 
+def test_a_step_that_is_done_again_has_a_place_behind_the_one_before() -> None:
+    course, places = Course(), []
+    resumed = STARTED | {"resumed": {"step": 7, "weights": False}}
+    for entry in entries(resumed, *(step_done(number) for number in (7, 8, 7, 8, 9))):
+        list(course.take(entry))
+        places.append(course.place)
+    assert places == [0, 8, 9, 10, 11, 12]
+
+
 def test_an_evaluation_stands_at_the_steps_that_were_done() -> None:
     evaluated = {"type": "evaluated", "step": 2, "loss": 3.5, "ended_s": 9.0, "generation": 0}
     _, _, point = course_of(STARTED, step_done(0), step_done(1), evaluated)

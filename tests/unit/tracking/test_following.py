@@ -259,17 +259,17 @@ def test_a_package_that_is_missing_is_named_with_what_brings_it(
     assert [*missing_packages(config_of().tracking)] == []
 
 
-def test_weights_and_biases_has_one_run_and_each_step_once(
+def test_weights_and_biases_has_one_run_and_steps_that_are_done_again_at_their_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Offline, over a second start that does steps again."""
+    """Offline, over a second start that does steps again, one twice. W&B's own axis goes on."""
     pytest.importorskip("wandb", reason="W&B is not installed; pip install 'liver_hpc[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
     config = config_of(wandb={"project": "p"})
     (tmp_path / "run.yaml").write_text(dump_run(config))
     append(tmp_path, entries(STARTED))
-    resumed = STARTED | {"resumed": {"step": 2}}
-    starts = ((1, steps(0, 1, 2)), (4, [*entries(resumed), *steps(2, 3)]))
+    resumed = STARTED | {"resumed": {"step": 2, "weights": False}}
+    starts = ((1, steps(0, 1, 2)), (4, [*entries(resumed), *steps(2, 3, 3)]))
     for first, more in starts:
         following = Following(tmp_path, load_run(tmp_path / "run.yaml"), pytest.fail)
         following.open()
@@ -279,7 +279,10 @@ def test_weights_and_biases_has_one_run_and_each_step_once(
     files = sorted((tmp_path / "tracking" / "wandb").glob("offline-run-*/*.wandb"))
     run_id = (tmp_path / "tracking" / "run-id").read_text().strip()
     assert [path.name for path in files] == [f"run-{run_id}.wandb"] * 2
-    assert [_steps_of(path) for path in files] == [[1, 2, 3], [4]]
+    assert [_steps_of(path) for path in files] == [
+        [(1, 1), (2, 2), (3, 3)],
+        [(4, 3), (5, 4), (6, 4)],
+    ]
 
 
 BLOCK_BYTES, FILE_HEAD_BYTES, HEAD = 32768, 7, struct.Struct("<IHB")
@@ -301,14 +304,15 @@ def _records(path: Path) -> Iterator[bytes]:
             record = b""
 
 
-def _steps_of(path: Path) -> list[int]:
-    """Of the losses in one of W&B's files."""
+def _steps_of(path: Path) -> list[tuple[int, int]]:
+    """Of the losses in one of W&B's files: W&B's step, and ours."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     found = []
     for data in _records(path):
         record = Record.FromString(data)
-        keys = {item.key or "/".join(item.nested_key) for item in record.history.item}
-        if "train/loss" in keys:
-            found.append(record.history.step.num)
+        items = record.history.item
+        values = {item.key or "/".join(item.nested_key): item.value_json for item in items}
+        if "train/loss" in values:
+            found.append((record.history.step.num, int(values["step"])))
     return found
