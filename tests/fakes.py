@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NoReturn
+
+import pytest
 
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
@@ -30,6 +34,21 @@ from liver_hpc.run.records import (
 FULL_DIGEST = 0x1234_5678_9ABC_DEF0
 WRONG_DIGEST = "000000ff"
 """How the digest begins that a worker gets wrong: each in its own way."""
+
+
+@contextmanager
+def threads_refused(name: str = "") -> Iterator[None]:
+    """No thread can be started meanwhile whose name begins so."""
+    begin = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith(name):
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        yield
 
 
 class Fault(StrEnum):

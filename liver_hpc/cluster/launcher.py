@@ -23,7 +23,8 @@ import psutil
 from liver_hpc import __version__
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.host.child import Child, Command, Foreign, kill_left, mark_of
+from liver_hpc.host.child import Child, Command, Foreign, kill_at_last, kill_left, mark_of
+from liver_hpc.host.process import start_thread
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.run.actions import LaunchAgent
 from liver_hpc.run.events import Seat
@@ -37,6 +38,7 @@ EXIT_UNHEALTHY = 90
 AGENT_MODULE = "liver_hpc.node.agent"
 
 _SWEEP_S = 20.0
+_LOOK_S = 0.05
 
 _log = logging.getLogger(__name__)
 
@@ -107,19 +109,17 @@ class LaunchedAgent(ABC):
 
 
 class LocalAgent(LaunchedAgent):
-    """A child of this process, or one that was left by another: a thread waits for its end, another
-    one kills it. exit_s: how long it may take to end once it is told to."""
+    """A child of this process, or one that was left by another: a thread waits for its end, and
+    sees to it. exit_s: how long it may take to end once it is told to."""
 
     def __init__(self, agent: str, command: Command, exit_s: float) -> None:
         super().__init__(agent)
         self._command = command
         self._exit_s = exit_s
-        self._child: Child
         self._killed = threading.Event()
 
     def start(self) -> None:
-        self._child = Child(self._command)
-        self._run_thread("keep", self._keep)
+        self._keep(Child(self._command))
 
     def adopt(self, host: str, pid: int) -> bool:
         words = [*self._command.words]
@@ -130,37 +130,39 @@ class LocalAgent(LaunchedAgent):
             if not _runs(pid, words[at - 2 : at + 2]):
                 # The number may be another process's by now, maybe another run's agent.
                 raise ProcessLookupError
-            self._child = Child(self._command, Foreign(pid))
+            child = Child(self._command, Foreign(pid))
         except OSError:  # it has ended, and may have left others behind
             kill_left(self._command.mark)
             return False
-        self._run_thread("keep", self._keep)
+        self._keep(child)
         return True
 
     def kill(self) -> None:
-        if not self._killed.is_set() and not self._ended.is_set():
-            self._killed.set()
-            self._run_thread("kill", self._end)
+        self._killed.set()
 
-    def _keep(self) -> None:
+    def _keep(self, child: Child) -> None:
+        """Raises LiverError where there is no thread for it: nothing of it is left then."""
+        name = f"keep-{self.agent}"
+        try:
+            start_thread(
+                threading.Thread(target=self._see_off, args=[child], name=name, daemon=True)
+            )
+        except LiverError:
+            kill_at_last(child)
+            raise
+
+    def _see_off(self, child: Child) -> None:
         code = KILLED
         try:
-            code = self._child.wait()
-            self._child.end(0.0)
+            while child.exit_code() is None and not self._killed.wait(_LOOK_S):
+                pass
+            try:
+                child.end(self._exit_s)
+            except DeadlineError as error:
+                _log.error("agent %s: %s", self.agent, error)
+            code = child.wait()
         finally:
             self.has_ended(code)
-
-    def _end(self) -> None:
-        self._child.end(self._exit_s)
-
-    def _run_thread(self, name: str, act: Callable[[], None]) -> None:
-        def run() -> None:
-            try:
-                act()
-            except LiverError as error:
-                _log.error("agent %s: %s", self.agent, error)
-
-        threading.Thread(target=run, name=f"{name}-{self.agent}", daemon=True).start()
 
 
 Prepare = Callable[[Sequence[LaunchAgent]], Sequence[LaunchedAgent]]

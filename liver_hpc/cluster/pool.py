@@ -22,7 +22,8 @@ class NodePool:
 
         The nodes that are held already are told before it returns. adopt: those that another
         coordinator of this run held, with their warnings: what it has asked for is held, too, and
-        not given back. Then it does not block; what is gone by now is told later.
+        not given back. Then it does not block; what is gone by now is told later. Raises
+        LiverError.
         """
         tell(NodeGranted(Node("", "machine")))
 

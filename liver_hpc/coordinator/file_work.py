@@ -23,7 +23,8 @@ class FileWork(Generic[T]):
     """Does one task after the other, and keeps what they have found out until somebody asks. Tasks
     raise nothing. None is begun any more once another coordinator has taken over from `epoch`.
 
-    what: they do, for the log. wake: called in the thread when something has been found out.
+    what: they do, for the log. wake: called in the thread when something has been found out. Raises
+    LiverError where there is no thread for it.
     """
 
     def __init__(self, what: str, epoch: Epoch, wake: Callable[[], None] = lambda: None) -> None:
@@ -34,14 +35,12 @@ class FileWork(Generic[T]):
         self._found: list[T] = []
         self._to_do = 0
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        quiet_thread(self._work, what)
 
     def do(self, task: Callable[[], T | None]) -> None:
         """Returns at once; from any thread."""
         with self._changed:
             self._to_do += 1
-            if self._thread is None:
-                self._thread = quiet_thread(self._work, self._what)
         self._tasks.put(task)
 
     def say(self, found: T) -> None:

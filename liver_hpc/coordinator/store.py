@@ -15,6 +15,7 @@ from itertools import count
 from typing import Protocol
 
 from liver_hpc.clock import Clock
+from liver_hpc.host.process import start_thread
 from liver_hpc.protocol.messages import (
     VALUES_APART,
     StoreAnswer,
@@ -50,7 +51,7 @@ class StoreService:
     last of them comes. From any thread.
 
     gather_s: so long answers wait for others to the same channel: one key often is what workers of
-    all agents wait for.
+    all agents wait for. Raises LiverError where there is no thread to post them.
     """
 
     def __init__(self, clock: Clock, gather_s: float = 0.001) -> None:
@@ -65,15 +66,13 @@ class StoreService:
         self._some = threading.Condition(self._lock)
         self._closed = ""
         self._closing = threading.Event()
-        self._poster: threading.Thread | None = None  # from the first request on
+        self._poster = threading.Thread(target=self._post_all, name="store", daemon=True)
+        start_thread(self._poster)
 
     def ask(self, channel: Posts, asked: StoreAsks) -> None:
         """What workers at the other end of a channel ask, in order; the answers are posted there.
         `get` and `wait` may take up to `timeout_s`."""
         with self._lock:
-            if self._poster is None and not self._closed:
-                self._poster = threading.Thread(target=self._post_all, name="store", daemon=True)
-                self._poster.start()
             for each in asked.asks:
                 answer = self._perform(channel, each)
                 if answer is not None:
@@ -104,8 +103,7 @@ class StoreService:
                 self._end_all(key, self._closed)
             self._some.notify()
         self._closing.set()
-        if self._poster is not None:
-            self._poster.join()
+        self._poster.join()
         self.flush()
 
     def flush(self) -> None:

@@ -71,7 +71,11 @@ class _Process:
             if self._wake is not None:
                 self._wake.close()
                 # It may tell the rest for long; the next one waits for that.
-                quiet_thread(partial(_end, self._child, END_S), "tracking's end")
+                try:
+                    quiet_thread(partial(_end, self._child, END_S), "tracking's end")
+                except LiverError as error:
+                    log.warning("%s: the next one tells the rest", error)
+                    _end(self._child, 0.0)
             self._begin()
         wake, plain = self._wake, services.open_journal
         if wake is None:
@@ -112,7 +116,10 @@ class _Process:
             return
         self._wake = wake = FileIO(os.dup(child.stdin.fileno()), "w")
         os.set_blocking(wake.fileno(), False)
-        quiet_thread(partial(self._listen, child, wake), "tracking")
+        try:
+            quiet_thread(partial(self._listen, child, wake), "tracking")
+        except LiverError as error:
+            self._noted(f"what tracking says of its trackers is not heard: {error}", wake)
 
     def _listen(self, child: Child, wake: FileIO) -> None:
         """Passes on what it says of trackers that have failed, and its end where nobody wants it

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from liver_hpc.host.process import start_thread
 from liver_hpc.rendezvous.channel import STALL_S, Channel, ChannelClosed, Part
 
 CLOSE_S = 5.0
@@ -26,7 +27,8 @@ class Reader:
     """Tells in its thread what comes, frame by frame, and of each channel's end; then the channel
     is closed. Who stands still within a frame for STALL_S is hung up on, and holds nobody up.
 
-    hear: may raise ChannelClosed where what came is no good. ended: with the reason.
+    hear: may raise ChannelClosed where what came is no good. ended: with the reason. Raises
+    LiverError where there is no thread for it.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class Reader:
         self._changing = threading.Lock()
         self._closing = False
         self._thread = threading.Thread(target=self._read_all, name="reader", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def add(self, channel: Channel) -> None:
         """From any thread. Raises ChannelClosed where it is closed already."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from liver_hpc.host.process import start_thread
 from liver_hpc.rendezvous.channel import Channel, reason_of
 from liver_hpc.rendezvous.handshake import (
     ANSWER_BYTES,
@@ -53,7 +54,8 @@ class ControlServer:
 
     A stranger, silent or talkative, is dropped after HANDSHAKE_S; it holds no thread, and
     nobody else up. A channel is closed when its `handle` returns, unless it says True: then
-    somebody else has it. ChannelClosed may simply be let out of `handle`.
+    somebody else has it. ChannelClosed may simply be let out of `handle`. Raises OSError, and
+    LiverError where there is no thread to accept any.
     """
 
     def __init__(self, host: str, secret: bytes, handle: Callable[[Channel], bool | None]) -> None:
@@ -73,7 +75,7 @@ class ControlServer:
         self._acceptor = threading.Thread(
             target=self._accept_all, name=f"accept-{self.address[1]}", daemon=True
         )
-        self._acceptor.start()
+        start_thread(self._acceptor)
 
     def close(self) -> None:
         """Stops listening, closes every channel that has a handler, waits for these; idempotent.

@@ -18,6 +18,7 @@ from typing import IO
 
 from liver_hpc.errors import LiverError
 from liver_hpc.host.files import flush_to_disk
+from liver_hpc.host.process import start_thread
 from liver_hpc.run.entries import (
     STEP_DONE,
     STEPS_DROPPED,
@@ -79,7 +80,8 @@ class Journal:
     ) -> None:
         """Goes on with the file at `path`, or makes it (mode 0600).
 
-        Raises ConfigError where its last line is damaged, LiverError where it cannot be opened.
+        Raises ConfigError where its last line is damaged, LiverError where it cannot be opened, or
+        there is no thread to write it.
         """
         self._path = path
         self._tell = tell
@@ -96,7 +98,7 @@ class Journal:
         self.error = ""
         self.dropped = 0
         self._thread = threading.Thread(target=self._write_what_comes, name="journal", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def append(
         self, at_s: float, event: Event, actions: Sequence[Event] = (), said: int = 0

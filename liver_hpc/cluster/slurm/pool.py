@@ -19,6 +19,7 @@ from liver_hpc.cluster.slurm.replies import JobInfo
 from liver_hpc.cluster.slurm.squeue import Squeue
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import DeadlineError, LiverError
+from liver_hpc.host.process import start_thread
 from liver_hpc.run.events import BurstOver, PoolEvent, PoolNote
 
 _ANSWER_S = 2.5
@@ -94,7 +95,7 @@ class SlurmPool(NodePool):
         watch = partial(self._watch, at_once=adopt is not None)
         for target, name in ((watch, "slurm-pool"), (self._explain, "slurm-warnings")):
             thread = threading.Thread(target=target, name=name, daemon=True)
-            thread.start()
+            start_thread(thread)
             self._threads.append(thread)
 
     def use(self, node: str) -> Allocation:

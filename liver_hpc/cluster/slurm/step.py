@@ -21,6 +21,7 @@ from liver_hpc.cluster.slurm.replies import RUNNING
 from liver_hpc.cluster.slurm.squeue import Squeue
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.host.child import Child, Command
+from liver_hpc.host.process import start_thread
 
 _SRUN_END_S = 5.0
 _LOOK_S = 0.25
@@ -74,23 +75,24 @@ class Step:
         self._adopted = False
         self._doomed: set[str] = set()  # nodes
         self._killing = False  # whether there is a thread that does
+        self._unkilled = False  # as there was none to be had
         self._all_doomed = threading.Event()
 
     def start(self) -> None:
         """With the first call all its agents are. Raises LiverError."""
         with self._lock:
             if self._child is None:
+                self._run_thread("keep", self._keep)  # it begins with the lock
                 self._spawn()
-                self._run_thread("keep", self._keep)
 
     def adopt(self) -> None:
         """Another process has started it. Whether Slurm still has it, its keeper finds out: who
         takes over has no time to ask about one step after the other."""
         with self._lock:
             if not self._adopted:
-                self._adopted = True
                 self._hear()
                 self._run_thread("keep", self._keep_adopted)
+                self._adopted = True
 
     def is_told(self, node: str) -> bool:
         """Whether srun has said that the agent there has ended."""
@@ -101,9 +103,19 @@ class Step:
             self._doomed.add(node)
             if self._doomed >= self._living():
                 self._all_doomed.set()
-            if not self._killing:
-                self._killing = True
+            self._have_killed()
+
+    def _have_killed(self) -> None:
+        """With the lock held. Where there is no thread that could, the keeper tries again."""
+        if not self._killing:
+            was_so, self._unkilled = self._unkilled, False
+            try:
                 self._run_thread("kill", self._kill_doomed)
+                self._killing = True
+            except LiverError as error:
+                self._unkilled = True
+                if not was_so:
+                    _log.warning("step %s: agents are killed later: %s", self._plan.name, error)
 
     def _living(self) -> set[str]:
         return {node for node, agent in self._on.items() if agent.exit_code is None}
@@ -141,6 +153,9 @@ class Step:
     # ---- in the keeper's thread
 
     def _keep(self) -> None:
+        with self._lock:
+            if self._child is None:
+                return  # it could not be started
         code = KILLED
         try:
             code = self._await_step(self._run())
@@ -172,8 +187,7 @@ class Step:
             except LiverError as error:
                 _log.warning("step %s: does it run? %s", self._plan.name, error)
             pause.wait(_ADOPTED_LOOK_S)
-            self._hear()
-            self._find_unnamed()
+            self._look()
 
     def _run(self) -> int:
         """srun's exit code; srun is repeated where no controller let it begin."""
@@ -207,11 +221,17 @@ class Step:
             try:
                 code = self._child.wait(_LOOK_S)
             except DeadlineError:
-                self._hear()
-                self._find_unnamed()
+                self._look()
             else:
                 self._child.end(0.0)
                 return code
+
+    def _look(self) -> None:
+        self._hear()
+        self._find_unnamed()
+        with self._lock:
+            if self._unkilled:
+                self._have_killed()
 
     def _hear(self) -> None:
         """Takes in what srun has said since; of those that have ended so is told at once, unless
@@ -314,13 +334,16 @@ class Step:
             self._squeue.commands.cancel(step_id, signal="KILL")
 
     def _run_thread(self, name: str, act: Callable[[], None]) -> None:
+        """Raises LiverError where no thread can be started."""
+
         def run() -> None:
             try:
                 act()
             except LiverError as error:
                 _log.error("step %s: %s", self._plan.name, error)
 
-        threading.Thread(target=run, name=f"{name}-{self._plan.name}", daemon=True).start()
+        name = f"{name}-{self._plan.name}"
+        start_thread(threading.Thread(target=run, name=name, daemon=True))
 
 
 class StepAgent(LaunchedAgent):

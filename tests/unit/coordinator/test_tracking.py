@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from liver_hpc.coordinator.performer import Services
 from liver_hpc.coordinator.tracking import Watched, tracked
 from liver_hpc.run.epoch import Epoch, Superseded
 from liver_hpc.run.journal import Journal
+from tests.fakes import threads_refused
 from tests.unit.tracking.told import STARTED, entries, step_done
 
 pytest.importorskip("tensorboard")
@@ -112,6 +114,21 @@ def test_a_tracker_that_has_failed_is_tried_again_by_the_next_start(tmp_path: Pa
         (tmp_path / "full").unlink()
         recorded(tmp_path, watched)
     assert len(notes) == 1
+    assert children() == []
+    stands = json.loads((tmp_path / "tracking" / "tensorboard-stands.json").read_text())
+    assert stands["step"] == 3
+
+
+def test_one_that_no_thread_hears_is_noted_and_told_all(tmp_path: Path) -> None:
+    config = config_of(tmp_path, tensorboard={})
+    notes: list[str] = []
+    with ExitStack() as stack:
+        with threads_refused("tracking"):
+            watched = stack.enter_context(tracked(config, tmp_path, notes.append))
+        with threads_refused("tracking's end"):
+            recorded(tmp_path, watched)
+    (note,) = notes
+    assert "is not heard: tracking: can't start new thread" in note
     assert children() == []
     stands = json.loads((tmp_path / "tracking" / "tensorboard-stands.json").read_text())
     assert stands["step"] == 3

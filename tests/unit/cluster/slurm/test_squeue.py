@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
 from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands
 from liver_hpc.cluster.slurm.squeue import Squeue
 from liver_hpc.errors import DeadlineError, LiverError
+from tests.fakes import threads_refused
 from tests.slurm_answers import Answer
 
 JOBS = "1|1|RUNNING|None|9999999999|n1|run\n2|2|RUNNING|None|9999999999|n2|run\n"
@@ -113,15 +114,9 @@ def test_all_hear_of_a_controller_that_is_away(squeue: Squeue, controller: Contr
 
 
 def test_a_thread_that_cannot_be_started_costs_that_question_alone(
-    squeue: Squeue, controller: Controller, monkeypatch: pytest.MonkeyPatch
+    squeue: Squeue, controller: Controller
 ) -> None:
     controller.let.set()
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse_thread)
-        with pytest.raises(LiverError, match="can't start new thread"):
-            squeue.jobs(["1"])
+    with threads_refused(), pytest.raises(LiverError, match="can't start new thread"):
+        squeue.jobs(["1"])
     assert list(squeue.jobs(["1"])) == ["1"]
-
-
-def refuse_thread(thread: threading.Thread) -> NoReturn:
-    raise RuntimeError("can't start new thread")

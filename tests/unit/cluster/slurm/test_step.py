@@ -16,15 +16,21 @@ from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.squeue import Squeue
 from liver_hpc.cluster.slurm.step import Step, StepPlan
 from liver_hpc.cluster.slurm.together import STEP_VARIABLE
+from liver_hpc.errors import LiverError
 from liver_hpc.host.child import Command
+from tests.fakes import threads_refused
 
 NOTICE = "srun: Received task exit notification for 1 task of StepId=7.0 (status=0x00fd)."
 OUT_OF_MEMORY = f"{NOTICE}\nsrun: error: n1: task 0: Out Of Memory\n{NOTICE}"
 LIMIT_S = 30.0
 
 
+said_to_slurm: list[Sequence[str]] = []
+
+
 def played(words: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str]:
     """Of the step nothing is left on n1 and n2."""
+    said_to_slurm.append(words)
     shown = ""
     if words[0] == "look":
         shown = "".join(f"{node}\n" for node in words[1:] if node in ("n1", "n2"))
@@ -33,12 +39,19 @@ def played(words: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[
     return subprocess.CompletedProcess(list(words), 0, shown, "")
 
 
+Begin = Callable[..., Step]
+
+
 @pytest.fixture
-def step(tmp_path: Path) -> Iterator[Callable[[str], Step]]:
+def step(tmp_path: Path) -> Iterator[Begin]:
     """Of agents a1, a2 and a3 on n1, n2 and n3: its srun says something, and goes on."""
     ended = tmp_path / "ended"
 
-    def begin(said: str) -> Step:
+    def answer(words: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str]:
+        done = subprocess.CompletedProcess(list(words), 0, "", "")
+        return done if ended.exists() else played(words, limit_s)
+
+    def begin(said: str, start: bool = True) -> Step:
         script = f"echo '{said}'; while ! test -e {ended}; do sleep 0.1; done"
         command = Command("srun", ["sh", "-c", script], log=tmp_path / "srun.log")
         agents = {f"n{number}": f"a{number}" for number in (1, 2, 3)}
@@ -50,8 +63,9 @@ def step(tmp_path: Path) -> Iterator[Callable[[str], Step]]:
             lambda nodes: ["kill", *nodes],
             lambda nodes: ["look", *nodes],
         )
-        made = Step(plan, Squeue(SlurmCommands(1.0, 0.0, run=played), 1.0), 5.0)
-        made.start()
+        made = Step(plan, Squeue(SlurmCommands(1.0, 0.0, run=answer), 1.0), 5.0)
+        if start:
+            made.start()
         return made
 
     yield begin
@@ -59,9 +73,7 @@ def step(tmp_path: Path) -> Iterator[Callable[[str], Step]]:
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_one_that_ends_out_of_memory_as_another_has_is_found(
-    asked: bool, step: Callable[[str], Step]
-) -> None:
+def test_one_that_ends_out_of_memory_as_another_has_is_found(asked: bool, step: Begin) -> None:
     """srun names the first alone. Asked to end, or not."""
     agents = step(OUT_OF_MEMORY).agents
     if asked:
@@ -69,6 +81,42 @@ def test_one_that_ends_out_of_memory_as_another_has_is_found(
     deadline = Deadline.after(SystemClock(), LIMIT_S, "the end of a2")
     poll_until(lambda: agents["a2"].exit_code is not None, deadline)
     assert [agents[name].exit_code for name in ("a1", "a2", "a3")] == [KILLED, KILLED, None]
+
+
+def test_a_step_that_no_thread_can_keep_is_not_started_and_can_be_again(
+    step: Begin, tmp_path: Path
+) -> None:
+    made = step("it runs", start=False)
+    with threads_refused("keep-"), pytest.raises(LiverError, match="can't start new thread"):
+        made.start()
+    assert not (tmp_path / "srun.log").exists()
+    made.start()
+    log = tmp_path / "srun.log"
+    poll_until(log.exists, Deadline.after(SystemClock(), LIMIT_S, "the srun"))
+
+
+def test_a_step_that_was_left_and_that_no_thread_can_keep_is_not_taken_for_kept(
+    step: Begin,
+) -> None:
+    agents = step("", start=False).agents
+    with threads_refused("keep-"):
+        for agent in agents.values():
+            with pytest.raises(LiverError, match="can't start new thread"):
+                agent.adopt("", 0)
+    assert agents["a1"].adopt("", 0)
+
+
+def test_an_agent_for_whose_kill_there_is_no_thread_is_killed_later(
+    step: Begin, caplog: pytest.LogCaptureFixture
+) -> None:
+    said_to_slurm.clear()
+    agents = step("it runs").agents
+    with threads_refused("kill-"):
+        agents["a2"].kill()
+        agents["a2"].kill()
+    assert caplog.text.count("step liver-a1: agents are killed later: kill-liver-a1: can't") == 1
+    deadline = Deadline.after(SystemClock(), LIMIT_S, "the kill of a2")
+    poll_until(lambda: ["kill", "n2"] in said_to_slurm, deadline)
 
 
 def test_a_look_names_the_node_on_which_nothing_of_a_step_is_left(repository: Path) -> None:

@@ -1,0 +1,72 @@
+"""The launcher for this machine, where there are no threads."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.cluster.launcher import KILLED, Launcher, LocalAgent, NotLaunched
+from liver_hpc.errors import LiverError
+from liver_hpc.host.child import Child, Command, new_mark
+from liver_hpc.host.marks import marked_processes
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.run.actions import LaunchAgent
+from liver_hpc.run.events import Seat
+from tests.fakes import threads_refused
+
+LIMIT_S = 30.0
+MARK = new_mark()
+
+
+def agent() -> LocalAgent:
+    words = ["sh", "-c", "sleep 300; true", "--run-directory", "here", "--agent", "a0"]
+    return LocalAgent("a0", Command("agent a0", words, mark=MARK), exit_s=10.0)
+
+
+@pytest.fixture
+def launcher() -> Iterator[Launcher]:
+    made = Launcher(lambda launches: [agent()], close_s=LIMIT_S)
+    yield made
+    made.close()
+    assert living() == []
+
+
+def living() -> list[int]:
+    return marked_processes(MARK, "1")
+
+
+def launch(launcher: Launcher) -> None:
+    launcher.launch(LaunchAgent("a0", Seat("", (0,)), Layout(1, 1, 1)))
+
+
+def test_an_agent_that_no_thread_can_keep_is_not_launched_and_can_be_again(
+    launcher: Launcher,
+) -> None:
+    with (
+        threads_refused("keep-"),
+        pytest.raises(NotLaunched, match="keep-a0: can't start new thread"),
+    ):
+        launch(launcher)
+    assert living() == []
+    launch(launcher)
+    assert launcher.alive("a0")
+
+
+def test_an_agent_that_was_left_and_that_no_thread_can_keep_is_ended() -> None:
+    left = Child(agent()._command)
+    with threads_refused("keep-"), pytest.raises(LiverError, match="can't start new thread"):
+        agent().adopt(socket.gethostname(), left.pid)
+    assert (living(), left.wait(LIMIT_S)) == ([], KILLED)
+
+
+def test_an_agent_is_killed_without_another_thread(launcher: Launcher) -> None:
+    launch(launcher)
+    with threads_refused():
+        launcher.kill("a0")
+    poll_until(
+        lambda: not launcher.alive("a0"), Deadline.after(SystemClock(), LIMIT_S, "the end of a0")
+    )
+    assert launcher.exit_code("a0") == 143
