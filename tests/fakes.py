@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -49,6 +50,11 @@ def threads_refused(name: str = "") -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(threading.Thread, "start", start)
         yield
+
+
+def fewer(limit: int) -> int:
+    """Than a limit of `resource`, and more than a test needs."""
+    return 60_000 if limit == resource.RLIM_INFINITY else limit - 1
 
 
 class Fault(StrEnum):

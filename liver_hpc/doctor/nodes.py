@@ -26,6 +26,7 @@ from typing import Any
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.slurm.container import step_words
 from liver_hpc.cluster.slurm.script import option_words
+from liver_hpc.config.schema import gpu_count
 from liver_hpc.doctor.checks import Check, Level, Order, Result, failed, passed, skipped, warned
 from liver_hpc.doctor.probe import ANSWER, ASKERS_TOKEN, Said, versions
 from liver_hpc.errors import ConfigError, DeadlineError, LiverError
@@ -60,7 +61,7 @@ class Nodes:
     words: its command, which is `told` more in its environment. When this process ends, it gets
     SIGTERM and the end of its input. directory: the doctor's own, in the runs directory.
     versions: of this host, those that the nodes must have too. names: the nodes', once they have
-    greeted.
+    greeted. workers: as many as one of them is to have.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Nodes:
         self.directory = directory
         self.versions = versions
         self.names: list[str] = []
+        self.workers = 1
         self._count = count
         self._requests = 0
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -183,6 +185,9 @@ def nodes_of(order: Order) -> Iterator[tuple[Nodes, str]]:
         words += ["liver_hpc.doctor.probe", str(directory), order.config.network.model_dump_json()]
         words = _behind_setup(order.slurm.setup, words, directory)
         nodes = Nodes(words, count, directory, _versions_wanted(order), step.environment)
+        cluster = order.config.cluster
+        slots = [*map(cluster.slots, cluster.parts), gpu_count(order.gpus_per_node)]
+        nodes.workers = max(1, *slots)
         try:
             greetings = _greetings(nodes, order, name)
             nodes.names = sorted(greetings)
@@ -354,6 +359,7 @@ _CLOCKS = (
 NODE_CHECKS: tuple[Check[Nodes], ...] = (
     Check("versions", lambda nodes: nodes.each("same_versions", wanted=nodes.versions)),
     Check("locked memory", lambda nodes: nodes.each("locked_memory")),
+    Check("threads", lambda nodes: nodes.each("threads", workers=nodes.workers)),
     Check("interfaces", lambda nodes: nodes.each("interfaces")),
     Check("shared directory", _shared, (), _MOUNT),
     Check("file locks", _locks, ("shared directory",), _LOCKS),

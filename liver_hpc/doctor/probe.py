@@ -18,13 +18,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
+
+import psutil
 
 from liver_hpc.cluster.network import (
     NCCL_LOG,
@@ -46,8 +48,23 @@ WARM_UP_BYTES = 2**20
 ANSWER = "liver doctor: "
 """What a line begins with that is an answer; sites' profiles print others."""
 
+WORKER_THREADS = 128
+"""Of a worker on a GPU with the communicators of two worlds: assumed, not measured. One on a CPU
+was seen with seven."""
+NODE_THREADS = 128
+"""Of what is beside workers on a node, where the coordinator may be, too."""
+CGROUPS = Path("/sys/fs/cgroup")
+
 Said = dict[str, Any]
 """What a probe found, as JSON."""
+
+
+class Bound(NamedTuple):
+    """How many threads there may be, and are."""
+
+    name: str
+    limit: int
+    used: int
 
 
 @dataclass
@@ -108,6 +125,45 @@ def locked_memory(node: Node) -> Result:
             "have memlock made unlimited for slurmd (LimitMEMLOCK); NCCL over InfiniBand needs it",
         )
     return passed(f"unlimited beside the adapters {ports}")
+
+
+def threads(node: Node, workers: int) -> Result:
+    """workers: as many as the run file has on one node."""
+    wanted = NODE_THREADS + workers * WORKER_THREADS
+    bounds = sorted(thread_bounds(), key=lambda bound: bound.limit - bound.used)
+    if not bounds:
+        return passed(f"{wanted} are wanted, and no limit is set")
+    name, limit, used = bounds[0]
+    if limit - used < wanted:
+        return warned(
+            f"{workers} workers and what is beside them may have {wanted} threads; {name} lets "
+            f"this user have {limit}, and {used} are there",
+            "have it raised (limits.conf, LimitNPROC and TasksMax of slurmd)",
+        )
+    return passed(f"{wanted} are wanted, {name} is {limit}")
+
+
+def thread_bounds() -> Iterator[Bound]:
+    """On this node: that of the user, but for root, and those of the cgroups around this process,
+    which the processes of a run are in, too."""
+    own, limit = os.getuid(), resource.getrlimit(resource.RLIMIT_NPROC)[1]
+    if own and limit != resource.RLIM_INFINITY:
+        found = (process.info for process in psutil.process_iter(["uids", "num_threads"]))
+        used = [
+            each["num_threads"] or 0 for each in found if each["uids"] and each["uids"][0] == own
+        ]
+        yield Bound("ulimit -Hu", limit, sum(used))
+    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "pids" not in controllers.split(","):
+            continue
+        root = CGROUPS / "pids" if controllers else CGROUPS
+        around = root / path.lstrip("/")
+        for group in [around, *around.parents][: -len(root.parents)]:
+            with suppress(OSError, ValueError):  # it has no such limit: "max"
+                limit = int((group / "pids.max").read_text(encoding="ascii"))
+                used_in = int((group / "pids.current").read_text(encoding="ascii"))
+                yield Bound(f"{group}/pids.max", limit, used_in)
 
 
 def interfaces(node: Node) -> Result:
@@ -229,7 +285,7 @@ def now(node: Node) -> Said:
     return {"s": time.time()}
 
 
-_ALONE = (hello, now, same_versions, locked_memory, interfaces, shared, lock)
+_ALONE = (hello, now, same_versions, locked_memory, threads, interfaces, shared, lock)
 _TOGETHER = (rendezvous, join, store, measure)
 PROBES: dict[str, Callable[..., Result | Said]] = {
     probe.__name__: probe for probe in (*_ALONE, *_TOGETHER)

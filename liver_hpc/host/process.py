@@ -59,6 +59,13 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def raise_thread_limit() -> None:
+    """Raises the soft limit of this user's threads on this machine to the hard one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
+
+
 def collect_seldom() -> None:
     """Lets cyclic garbage lie for longer: of the hundred thousands of
     objects that thousands of workers' messages are for the length of a handoff the collector would

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import time
@@ -18,6 +19,7 @@ from liver_hpc.node.launch import EXIT_BOOT, EXIT_FAILED, EXIT_NOT_MET
 from liver_hpc.rendezvous.base import Identity, Refusal
 from liver_hpc.run.actions import LaunchAgent
 from liver_hpc.run.events import Seat
+from tests.fakes import fewer
 from tests.integration.agents import Run, request, wait_for
 from tests.memory_launcher import MemoryLauncher
 
@@ -116,6 +118,19 @@ def test_workers_get_their_ids_their_environment_and_their_logs(
     log = run.log("agent-a0")
     assert "[agent a0] met the rendezvous: workers [4, 5]" in log
     assert "worker 1 ended: exit code 1" in log
+
+
+def test_workers_may_have_as_many_threads_as_the_node_allows(run: Run) -> None:
+    run.open_rendezvous()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    resource.setrlimit(resource.RLIMIT_NPROC, (fewer(hard), hard))
+    try:
+        run.launcher("works").launch(request(workers=1))
+        (note,) = run.notes((0,))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NPROC, (soft, hard))
+    assert isinstance(note["pid"], int)
+    assert resource.prlimit(note["pid"], resource.RLIMIT_NPROC) == (hard, hard)
 
 
 def test_a_node_is_checked_before_anything_starts_there(run: Run) -> None:

@@ -273,6 +273,22 @@ def test_one_that_was_superseded_ends_when_it_is_told_to(
     assert hosted.outcome is None
 
 
+@pytest.mark.parametrize(("given", "wanted"), [(None, "1"), ("8", "8")])
+def test_what_is_imported_for_a_coordinator_starts_a_thread_per_core_only_where_asked_to(
+    given: str | None, wanted: str, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, given or "")
+        monkeypatch.delenv(name)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    coordinator(lambda directory: Outcome("finished", os.environ["OPENBLAS_NUM_THREADS"], 1))
+    hosted = HostedCoordinator(a_run(requeue=False).path)
+    hosted.start()
+    assert hosted.wait(LIMIT_S)
+    assert hosted.outcome == Outcome("finished", wanted, 1)
+
+
 def test_one_whose_successor_answers_no_more_takes_over_again(
     coordinator: Coordinator, asked: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,7 +35,7 @@ from liver_hpc.run.epoch import Epoch, NotTakenOver, Superseded, last_sign
 from liver_hpc.run.events import Memory, Node
 from liver_hpc.run.journal import Journal, JournalNews
 from liver_hpc.run.outcome import Outcome, begin_again
-from tests.fakes import JournalRecords, tiny_recipe, tiny_run
+from tests.fakes import JournalRecords, fewer, tiny_recipe, tiny_run
 from tests.scripted_cluster import ScriptedCluster
 
 SECRET = b"s" * 32
@@ -95,6 +95,16 @@ def test_the_process_may_have_as_many_connections_as_the_host_allows(tmp_path: P
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 512
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_the_process_may_have_as_many_threads_as_the_host_allows(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    resource.setrlimit(resource.RLIMIT_NPROC, (fewer(hard), hard))
+    try:
+        assert _run(tmp_path).state == "failed"
+        assert resource.getrlimit(resource.RLIMIT_NPROC)[0] == hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NPROC, (soft, hard))
 
 
 def test_the_process_reports_a_run_file_that_does_not_exist(tmp_path: Path) -> None:

@@ -65,7 +65,9 @@ def found(nodes: Nodes, *names: str) -> dict[str, Result]:
 
 def test_two_nodes_on_which_all_is_well(nodes: Nodes) -> None:
     results = found(nodes)
-    levels = {name: result.level for name, result in results.items() if name != "locked memory"}
+    levels = {name: result.level for name, result in results.items()}
+    for name in ("locked memory", "threads"):  # as this machine has them
+        del levels[name]
     assert levels.pop("nccl") in (Level.SKIP, Level.PASS)
     assert set(levels.values()) == {Level.PASS}, results
     assert "n1, n2: control traffic by lo 127.0.0.1" in results["interfaces"].found
@@ -172,6 +174,40 @@ def test_limited_memory_beside_an_adapter_is_a_warning(
     result = probe.locked_memory(node)
     assert result.level is level
     assert "mlx5_0:1/InfiniBand" in result.found
+
+
+@pytest.mark.parametrize(
+    ("limit", "workers", "level"), [(1700, 8, Level.WARN), (1700, 4, Level.PASS)]
+)
+def test_fewer_threads_than_a_node_wants_are_a_warning(
+    limit: int, workers: int, level: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the limit that leaves least."""
+    bounds = [probe.Bound("pids.max", 9000, 5000), probe.Bound("ulimit -Hu", limit, 900)]
+    monkeypatch.setattr(probe, "thread_bounds", lambda: bounds)
+    result = probe.threads(probe.Node("n1", tmp_path, NetworkSection()), workers)
+    assert result.level is level
+    assert ("ulimit -Hu lets this user have 1700, and 900 are there" in result.found) == bool(
+        result.advice
+    )
+    monkeypatch.setattr(probe, "thread_bounds", list)
+    assert "no limit" in probe.threads(probe.Node("n1", tmp_path, NetworkSection()), 8).found
+
+
+def test_threads_are_bounded_for_the_user_and_by_the_cgroups_around(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path("/proc/self/cgroup").read_text().splitlines()[-1].rpartition(":")[2].lstrip("/")
+    (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    (tmp_path / "pids.max").write_text("500\n")
+    (tmp_path / "pids.current").write_text("7\n")
+    monkeypatch.setattr(probe, "CGROUPS", tmp_path)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (100, 200))
+    monkeypatch.setattr(os, "getuid", lambda: 1)
+    assert [*probe.thread_bounds()] == [
+        probe.Bound("ulimit -Hu", 200, 0),
+        probe.Bound(f"{tmp_path}/pids.max", 500, 7),
+    ]
 
 
 def test_a_runs_directory_that_others_use_stays(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from liver_hpc.host.process import (
     end_of,
     quiet_thread,
     raise_descriptor_limit,
+    raise_thread_limit,
     take_core,
 )
 
@@ -126,6 +127,24 @@ def test_the_soft_limit_is_raised_towards_the_hard_one(
     monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda which, limits: made.append(limits))
     raise_descriptor_limit()
+    assert made == wanted
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "wanted"),
+    [
+        (4096, 60_000, [(60_000, 60_000)]),
+        (4096, UNLIMITED, [(UNLIMITED, UNLIMITED)]),
+        (4096, 4096, []),
+    ],
+)
+def test_there_may_be_as_many_threads_as_the_hard_limit_says(
+    soft: int, hard: int, wanted: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: made.append(limits))
+    raise_thread_limit()
     assert made == wanted
 
 
