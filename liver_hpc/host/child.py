@@ -86,10 +86,10 @@ def mark_of(*names: str) -> str:
     return f"{_MARK}{hashlib.sha256(repr(names).encode()).hexdigest()[:16]}"
 
 
-def kill_left(mark: str) -> list[int]:
-    """Kills what lives of a child that another process has started, and that has ended: whom.
-    Raises DeadlineError when some do not end (stuck in the kernel)."""
-    return kill_marked(mark, _SET, _KILL_S)
+def kill_left(*marks: str) -> list[int]:
+    """Kills what lives of children with these marks, whoever has started them: whom. Raises
+    DeadlineError when some do not end (stuck in the kernel)."""
+    return kill_marked(marks, _SET, _KILL_S)
 
 
 @dataclass(frozen=True)
@@ -270,12 +270,10 @@ def end_all(
                 _log.warning("%s has not ended %g s after %s", child.name, limit_s, first.name)
             # By its number too: it has no mark for a moment while it becomes another program.
             child.send_signal(signal.SIGKILL)
-    killed: set[int] = set()
-    for mark in {child.mark for child in children}:
-        killed.update(kill_left(mark))
+    killed = kill_left(*{child.mark for child in children})
     for child in children:
         child._release()
-    return sorted(killed)
+    return killed
 
 
 def kill_at_last(child: Child) -> None:

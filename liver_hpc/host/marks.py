@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import threading
+from collections.abc import Collection
 
 import psutil
 
@@ -19,18 +20,22 @@ from liver_hpc.errors import DeadlineError
 _AGAIN_S = 0.02
 
 
-def marked_processes(name: str, value: str, spared: str = "") -> list[int]:
-    """Living processes of this user that were started with `name=value` in the environment; not
-    those of a program that is `spared`."""
+def marked_processes(name: str | Collection[str], value: str, spared: str = "") -> list[int]:
+    """Living processes of this user that were started with `name=value` in the environment, or with
+    one of several names; not those of a program that is `spared`."""
+    names = (name,) if isinstance(name, str) else name
     return [
         process.pid
         for process in psutil.process_iter(["environ", "name"])
-        if (process.info["environ"] or {}).get(name) == value  # None for somebody else's
+        if (environment := process.info["environ"])  # None for somebody else's
+        and any(environment.get(each) == value for each in names)
         and process.info["name"] != spared
     ]
 
 
-def kill_marked(name: str, value: str, limit_s: float, spared: str = "") -> list[int]:
+def kill_marked(
+    name: str | Collection[str], value: str, limit_s: float, spared: str = ""
+) -> list[int]:
     """Kills all marked processes, and what they start meanwhile, until there is none but those of
     a program that is `spared`.
 

@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 
 from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.host.child import Child, Command, end_all, new_mark
-from liver_hpc.host.process import clean_environment
+from liver_hpc.host.child import Child, Command, end_all, kill_left
+from liver_hpc.host.process import clean_environment, quiet_thread
 from liver_hpc.host.warm import ForkRefused, WarmProcess
 from liver_hpc.rendezvous.base import Answer
 from liver_hpc.rendezvous.local import BOOTED, AgentsEnd, Said
@@ -109,7 +109,6 @@ class NodeWorkers:
         self._relay = relay
         self._cold = cold
         self.polite = signal.SIGHUP if plan.sheltered else signal.SIGTERM
-        self._mark = new_mark()
         self._ending = False
         self._workers: list[_Worker] = []
 
@@ -194,7 +193,6 @@ class NodeWorkers:
             pass_fds=(line,),
             apart="group" if plan.sheltered else None,
             ignored=WARNINGS if plan.sheltered else (),
-            mark=self._mark,
         )
         if warm is None or not warm.ready:
             return Child(command)
@@ -248,8 +246,24 @@ class NodeWorkers:
         if worker.number is None:
             raise BootError(self._plan.launch, self._obituary(worker, "ended in boot"))
         log.info("worker %d ended: %s", worker.index, worker.process.how())
+        self._end_what_is_left(worker)
         name = self._plan.log_of(worker.index).name
         self._report(worker.number, f"{worker.process.how()}; see logs/{name}")
+
+    def _end_what_is_left(self, worker: _Worker) -> None:
+        """Of what one had started itself, while its siblings go on."""
+
+        def end() -> None:
+            try:
+                if killed := kill_left(worker.process.mark):
+                    log.info("worker %d had left processes %s: killed", worker.index, killed)
+            except DeadlineError as error:
+                log.error("worker %d: %s", worker.index, error)
+
+        try:
+            quiet_thread(end, f"left by worker {worker.index}")
+        except LiverError as error:
+            log.warning("%s: it is ended with the launch", error)
 
     def _heard_of(self, waited_for: AgentsEnd | Child) -> None:
         """Nothing more is to be heard of it."""

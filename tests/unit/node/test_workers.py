@@ -7,12 +7,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.node.workers import NodeWorkers, WorkerPlan
 from liver_hpc.rendezvous.base import Answer
 from liver_hpc.rendezvous.local import Said
+from tests.fakes import threads_refused
 
 SPEAKS_LAST = """
 import os, socket, struct
@@ -24,16 +26,29 @@ line.recv(1000)
 say(b"my last words")
 """
 
+HAS_A_HELPER = """
+import os, socket, struct, subprocess
+line = socket.socket(fileno=int(os.environ["LIVER_AGENT_FD"]))
+helper = subprocess.Popen(["sleep", "300"], start_new_session=True)
+with open(f"logs/helper-{os.environ['LIVER_LOCAL_RANK']}", "w") as file:
+    file.write(str(helper.pid))
+line.sendall(struct.pack("!IB", 6, 0) + b"booted")
+line.recv(1000)
+line.recv(1000)
+"""
+
 
 class Watched:
-    """One worker, and what is heard of it."""
+    """Workers, and what is heard of them."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(
+        self, directory: Path, script: str = SPEAKS_LAST, slots: tuple[int, ...] = (0,)
+    ) -> None:
         self.selector = selectors.DefaultSelector()
         self.heard: list[tuple[int, str]] = []
         (directory / "logs").mkdir()
-        command = (sys.executable, "-S", "-c", SPEAKS_LAST)
-        plan = WorkerPlan(directory, "a0", (0,), command, sheltered=False)
+        command = (sys.executable, "-S", "-c", script)
+        plan = WorkerPlan(directory, "a0", slots, command, sheltered=False)
         self.workers = NodeWorkers(plan, self.selector, self._ended, self._said, pytest.fail)
         self.workers.start(None)
 
@@ -78,3 +93,49 @@ def test_one_that_has_ended_is_over_once_its_last_words_were_heard(watched: Watc
         (7, "my last words"),
         (7, "exit code 0; see logs/worker-a0-0.log"),
     ]
+
+
+def lives(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def test_what_a_lost_worker_had_started_ends_and_what_its_sibling_has_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.chdir(tmp_path)
+    watched = Watched(tmp_path, HAS_A_HELPER, slots=(0, 1))
+    workers = watched.workers
+    try:
+        while workers.booting():
+            watched.turn()
+        workers.hand_out(Answer(worker_ids=(7, 8), control_host="127.0.0.1", control_port=1))
+        lost, kept = (
+            psutil.Process(int((tmp_path / f"logs/helper-{slot}").read_text())) for slot in (0, 1)
+        )
+        workers.kill(7)
+        while not watched.heard:
+            watched.turn()
+        deadline = Deadline.after(SystemClock(), 10.0, "the lost worker's helper to end")
+        poll_until(lambda: not lives(lost), deadline, interval_s=0.01)
+        poll_until(lambda: "worker 0 had left processes" in caplog.text, deadline)
+        assert lives(kept)
+        assert workers.living() == [1]
+    finally:
+        workers.end(0.0)
+        watched.selector.close()
+    assert not lives(kept)
+
+
+def test_where_no_thread_can_end_what_a_lost_worker_had_started_the_launch_goes_on(
+    watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    workers = watched.workers
+    while workers.booting():
+        watched.turn()
+    with threads_refused("left by"):
+        workers.hand_out(Answer(worker_ids=(7,), control_host="127.0.0.1", control_port=1))
+        while not workers.all_over():
+            watched.turn()
+    assert "left by worker 0: can't start new thread" in caplog.text
+    assert watched.heard[-1] == (7, "exit code 0; see logs/worker-a0-0.log")
