@@ -136,9 +136,15 @@ class Adopted:
     def poll(self) -> int | None:
         """The exit code, -n for a death by signal n; None while it runs."""
         with self._looking:
-            if self._code is None and select.select([self._end], [], [], 0)[0]:
+            if self._code is None and self._has_ended(0.0):
                 self._code = self._exit_code()
         return self._code
+
+    def _has_ended(self, limit_s: float | None) -> bool:
+        # Not select: a coordinator of many agents has descriptors above 1,023.
+        end = select.poll()
+        end.register(self._end, select.POLLIN)
+        return bool(end.poll(None if limit_s is None else limit_s * 1e3))
 
     def _exit_code(self) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -146,7 +152,7 @@ class Adopted:
     def wait(self, limit_s: float | None = None) -> int:
         """Raises TimeoutExpired."""
         if self._code is None:
-            select.select([self._end], [], [], limit_s)
+            self._has_ended(limit_s)
         code = self.poll()
         if code is None:
             raise subprocess.TimeoutExpired(str(self.pid), limit_s or 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import selectors
@@ -17,8 +18,10 @@ import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.errors import DeadlineError, LiverError
+from liver_hpc.host import child as child_module
 from liver_hpc.host.child import EXIT_ORPHANED, Child, Command, Foreign, end_all, new_mark
 from liver_hpc.host.marks import marked_processes
+from liver_hpc.host.process import end_of, raise_descriptor_limit
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -341,3 +344,27 @@ def test_two_threads_may_wait_for_a_process_that_was_adopted() -> None:
             for thread in threads:
                 thread.join()
     assert errors == []
+
+
+def test_a_process_is_adopted_by_one_that_has_thousands_of_descriptors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    raise_descriptor_limit()
+
+    def high_end_of(pid: int) -> int:
+        end = end_of(pid)
+        try:
+            return fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 1500)
+        finally:
+            os.close(end)
+
+    monkeypatch.setattr(child_module, "end_of", high_end_of)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            process = Foreign(child.pid)
+            assert process.poll() is None
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.01)
+        finally:
+            child.kill()
+        assert process.wait(SOON_S) == -signal.SIGKILL
