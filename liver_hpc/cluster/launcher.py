@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import psutil
@@ -23,7 +23,15 @@ import psutil
 from liver_hpc import __version__
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.host.child import Child, Command, Foreign, kill_at_last, kill_left, mark_of
+from liver_hpc.host.child import (
+    Child,
+    Command,
+    Foreign,
+    is_left,
+    kill_at_last,
+    kill_left,
+    mark_of,
+)
 from liver_hpc.host.process import start_thread
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.run.actions import LaunchAgent
@@ -290,10 +298,19 @@ def local_launcher(
         words = [sys.executable, "-P", "-m", *(task or [AGENT_MODULE, *options, *further_options])]
         log = agent_log(run_directory, launch.agent)
         name = f"agent {launch.agent}"
-        mark = mark_of(str(run_directory.resolve()), launch.agent)
+        mark = _mark(run_directory, launch.agent)
         command = Command(name, words, orphan_signal=None, log=log, apart="session", mark=mark)
         return LocalAgent(launch.agent, command, exit_s)
 
     return Launcher(
         lambda launches: [prepared(each) for each in launches], close_s=exit_s + _SWEEP_S
     )
+
+
+def lives_here(run_directory: Path, agents: Iterable[str]) -> bool:
+    """Whether any of a local run's agents does, or what one has started."""
+    return any(is_left(_mark(run_directory, agent)) for agent in agents)
+
+
+def _mark(run_directory: Path, agent: str) -> str:
+    return mark_of(str(run_directory.resolve()), agent)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from liver_hpc.clock import Deadline, SystemClock
-from liver_hpc.cluster.launcher import Launcher, local_launcher
+from liver_hpc.cluster.launcher import Launcher, lives_here, local_launcher
 from liver_hpc.cluster.network import control_address
 from liver_hpc.cluster.pool import NodePool
 from liver_hpc.cluster.slurm.commands import SlurmCommands
@@ -184,6 +184,8 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
         services = watched(build(config, directory, secret))
         find = partial(_left, partial(new_core, config, services), _here(directory))
         left = None if gone else _told(journal, find, patience_s)
+        if left is not None and again and config.cluster.kind == "local":
+            left = left if lives_here(directory, left.nodes) else None
         coordinator = Coordinator(config, epoch, secret, services, control, left or memory)
         (directory / AGAIN_FILE).unlink(missing_ok=True)
     while True:

@@ -30,7 +30,7 @@ from typing import IO, Literal
 
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import DeadlineError, LiverError
-from liver_hpc.host.marks import kill_marked
+from liver_hpc.host.marks import kill_marked, marked_processes
 from liver_hpc.host.process import clean_environment, end_of, quiet_thread
 
 EXIT_ORPHANED = 86
@@ -84,6 +84,11 @@ def new_mark() -> str:
 def mark_of(*names: str) -> str:
     """The mark of what has these names, which another process can tell, too."""
     return f"{_MARK}{hashlib.sha256(repr(names).encode()).hexdigest()[:16]}"
+
+
+def is_left(mark: str) -> bool:
+    """Whether anything lives of a child that another process has started."""
+    return bool(marked_processes(mark, _SET))
 
 
 def kill_left(*marks: str) -> list[int]:

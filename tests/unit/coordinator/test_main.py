@@ -8,10 +8,11 @@ import os
 import re
 import resource
 import stat
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +28,7 @@ from liver_hpc.coordinator.connections import Control
 from liver_hpc.coordinator.main import run_coordinator
 from liver_hpc.coordinator.performer import Services
 from liver_hpc.errors import DeadlineError, LiverError
+from liver_hpc.host.child import mark_of
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.run.directory import RunDirectory
@@ -316,12 +318,22 @@ class KilledAsItStops(Journal):
         return number
 
 
-@pytest.mark.parametrize("how", ["queued again", "resumed a day later", "resumed at once"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "queued again",
+        "resumed a day later",
+        "resumed at once",
+        "resumed at once, local",
+        "resumed at once, local, an agent lives",
+    ],
+)
 def test_what_a_start_was_told_that_is_gone_with_its_job_ends_no_other_one(
     tmp_path: Path, how: str
 ) -> None:
     """It was killed as it stopped, and with it all workers."""
-    _write_run(tmp_path, deadlines={"coordinator_s": 0.5})
+    kind = "local" if "local" in how else "auto"
+    _write_run(tmp_path, deadlines={"coordinator_s": 0.5}, cluster={"kind": kind})
     journal = tmp_path / "journal.jsonl"
     clusters = [ScriptedCluster(SECRET), ScriptedCluster(SECRET)]
     left, journals = iter(clusters), iter((KilledAsItStops, Journal))
@@ -356,9 +368,14 @@ def test_what_a_start_was_told_that_is_gone_with_its_job_ends_no_other_one(
     control = Control()
     stopper = threading.Thread(target=stop, args=(clusters[1], control, "second"))
     stopper.start()
-    outcome = run_coordinator(tmp_path, control, build)
+    with ExitStack() as living:
+        if "lives" in how:
+            mark = mark_of(str(tmp_path.resolve()), "a0")
+            agent = living.enter_context(subprocess.Popen(["sleep", "60"], env={mark: "1"}))
+            living.callback(agent.kill)
+        outcome = run_coordinator(tmp_path, control, build)
     stopper.join(2 * LIMIT_S)
-    if how == "resumed at once":  # workers might have lived
+    if how == "resumed at once" or "lives" in how:  # workers might have lived
         assert "worker 0 lost: it has not called" in outcome.reason
     else:
         assert outcome == Outcome("stopped", "second", 0)
