@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,10 +23,11 @@ from liver_hpc.handoff.crossing import Crossing
 from liver_hpc.handoff.session import Session
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.protocol import messages as m
+from liver_hpc.run.directory import RunDirectory
 from liver_hpc.snapshot.memory import SnapshotState
 from liver_hpc.transport.moved import Moved
 from liver_hpc.transport.wire import NcclWire, Parcel, late
-from liver_hpc.worker import holder, refilling, trainer
+from liver_hpc.worker import control, holder, refilling, trainer
 from liver_hpc.worker.trainer import Trainer
 from liver_hpc.world.context import WorkerContext
 from liver_hpc.world.device import Device
@@ -42,6 +44,7 @@ LIMITS = DeadlineSection(
     transfer_s=0.05,
     checkpoint_s=0.03,
     collective_s=0.05,
+    release_s=0.04,
     control_s=0.01,
     boot_s=0.01,
     coordinator_s=0.01,
@@ -296,3 +299,22 @@ def test_digests_of_the_state_that_do_not_come_are_named(worker: Worker) -> None
     with ends("waited 0.05 s for the digests of the state"), worker._verification(world):
         pass
     over.set()
+
+
+def test_a_worker_whose_coordinator_does_not_say_exit_ends_by_itself(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("install_sentinel", "Trainer", "Network", "address_towards", "quiet_thread"):
+        monkeypatch.setattr(control, name, lambda *_of: None)
+    monkeypatch.setattr(control, "code_of", lambda _recipe: {})
+    monkeypatch.setattr(control, "leave", sys.exit)
+    one: Any = object.__new__(control.Worker)
+    one._config, one._clock = worker._context.config, SystemClock()
+    one._run, one._recipe, one._device = RunDirectory(Path("runs/one")), None, None
+    one._booted_s, one._timings_s = 0.0, {}
+    one._send = one._open_store = worker.said.append
+    one._train = lambda: None
+    with pytest.raises(SystemExit) as ended:
+        one.serve(WORKER, "node0", None)
+    assert ended.value.code == control.EXIT_FAILED
+    assert "waited 0.07 s for the coordinator's Exit" in caplog.text
