@@ -204,6 +204,9 @@ class TrainSection(Section):
     `overlap_grad_reduce` and `overlap_param_gather` are Megatron's. With the first, gradients are
     reduced in buckets of about `bucket_elements` while the backward computes.
 
+    `grad_reduce_in_bf16`: gradients of bf16 parameters are added up and reduced in bf16, as with
+    Megatron-LM's option of that name; else in fp32, as those of fp32 parameters always are.
+
     `verify_every_steps`: after so many steps all copies of the state are compared, by digest,
     beside the next step; a run whose copies differ fails.
 
@@ -221,6 +224,7 @@ class TrainSection(Section):
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     bucket_elements: PositiveInt = 40_000_000
+    grad_reduce_in_bf16: bool = False
     read_ahead: NonNegativeInt = 4
     verify_every_steps: PositiveInt | None = None
     stop_every_steps: PositiveInt | None = None

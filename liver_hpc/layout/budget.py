@@ -29,7 +29,7 @@ RehearsalBytes = Callable[[Layout], int | None]
 class HandoffMemory(NamedTuple):
     """Bytes that one worker holds during a handoff.
 
-    source, target: parameters, fp32 gradients and optimizer state of its seat in either world, 0
+    source, target: parameters, gradients and optimizer state of its seat in either world, 0
     without one. staging: the transfer's buffers. rehearsal: activations of the target's rehearsal,
     beside those of training, which are not counted.
     """

@@ -17,8 +17,6 @@ from liver_hpc.layout.plan import transfer_plan
 from liver_hpc.layout.tensors import PARAMETER, ModelSpec, Move
 
 GRADIENT = "gradient"
-GRADIENT_BYTES = 4
-"""Gradients are accumulated and reduced in fp32."""
 
 
 def worker_bytes(model: ModelSpec, layout: Layout, at: Coordinate) -> dict[str, int]:
@@ -32,7 +30,7 @@ def worker_bytes(model: ModelSpec, layout: Layout, at: Coordinate) -> dict[str, 
         elements = math.prod(local_shape(model.tensors[index], layout.tp))
         counted[PARAMETER] += elements * model.element_bytes(PARAMETER, index)
         if model.tensors[index].role == "trained":
-            counted[GRADIENT] += elements * GRADIENT_BYTES
+            counted[GRADIENT] += elements * model.gradient_bytes
     for kind in model.optimizer_kinds:
         counted[kind] = sum(
             box.elements * model.element_bytes(kind, index)
@@ -83,7 +81,7 @@ def _stage_kinds(model: ModelSpec, least: Layout) -> frozenset[tuple[int, int, t
             tensor = model.tensors[index]
             elements = math.prod(local_shape(tensor, least.tp))
             parameters += elements * model.element_bytes(PARAMETER, index)
-            gradients += elements * GRADIENT_BYTES if tensor.role == "trained" else 0
+            gradients += elements * model.gradient_bytes if tensor.role == "trained" else 0
         fills = [_fill(spans.values(), 1) for spans in buckets(model, least, stage)]
         if least.ep > 1:
             fills += [_fill(spans.values(), least.ep) for spans in buckets(model, least, stage, 0)]

@@ -123,6 +123,7 @@ class ModelSpec:
         `module.parameters()`, its buffers behind them.
     parameter_bytes: bytes of one model parameter (4 in fp32, 2 in bf16). The optimizer's main
         copy and moments are fp32; in fp32 runs the main copy is the parameter itself.
+    gradient_bytes: bytes of one element of the gradients, in which they are added up and reduced.
     homes: by ep, the ep rank that holds each tensor; None: all of them do.
     bucket_elements: size at which the first stage's first chunk begins another gradient bucket;
         None: it has one, as all others have.
@@ -136,6 +137,7 @@ class ModelSpec:
     homes: Mapping[int, tuple[int | None, ...]] = field(default_factory=dict)
     bucket_elements: int | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
+    gradient_bytes: int = 4
 
     @property
     def main_is_parameter(self) -> bool:
@@ -159,7 +161,7 @@ class ModelSpec:
     def digest(self) -> str:
         """Equal for equal specs only, as far as it says what a worker holds."""
         held = (sorted(self.stages.items()), sorted(self.homes.items()), self.bucket_elements)
-        known = (self.tensors, self.parameter_bytes, held)
+        known = (self.tensors, self.parameter_bytes, self.gradient_bytes, held)
         return hashlib.blake2b(repr(known).encode(), digest_size=8).hexdigest()
 
     def check_layout(self, layout: Layout) -> None:

@@ -117,12 +117,12 @@ def keep_spec(recipe: Recipe, run_directory: Path) -> None:
 
 
 def _key(recipe: Recipe) -> str:
-    config, source = recipe.config, ""
+    config, train, source = recipe.config, recipe.config.train, ""
     with suppress(OSError, TypeError):  # it has none
         source = inspect.getsource(inspect.getmodule(type(recipe)) or type(recipe))
     depends_on = (
         (config.recipe, source, config.model, sorted(map(str, config.layouts_listed))),
-        (config.train.overlap_grad_reduce, config.train.bucket_elements),
+        (train.overlap_grad_reduce, train.bucket_elements, train.grad_reduce_in_bf16),
         _begins_with(config),
         versions_of(_VERSIONS),
     )

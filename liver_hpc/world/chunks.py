@@ -56,7 +56,7 @@ def wrapped(
     places = {id(place.tensor): place for place in buffers.all_buffers(built)}
     held = {index: places[id(one)] for index, one in tensors.items() if id(one) in places}
     options = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=not train.grad_reduce_in_bf16,
         use_distributed_optimizer=True,
         overlap_grad_reduce=train.overlap_grad_reduce,
         overlap_param_gather=train.overlap_param_gather,

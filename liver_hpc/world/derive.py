@@ -143,7 +143,13 @@ class Derivation:
         train = self._recipe.config.train
         bucket_elements = train.bucket_elements if train.overlap_grad_reduce else None
         return ModelSpec(
-            tuple(tensors), stages, self._parameter_bytes, homes, bucket_elements, refused
+            tuple(tensors),
+            stages,
+            self._parameter_bytes,
+            homes,
+            bucket_elements,
+            refused,
+            gradient_bytes=self._parameter_bytes if train.grad_reduce_in_bf16 else 4,
         )
 
     def _first_values(self) -> dict[str, First]:

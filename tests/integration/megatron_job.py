@@ -171,6 +171,7 @@ class MegatronJob:
             (chunk,) = job.chunks
             for name, parameter in chunk.bare.named_parameters():
                 parameter.data.copy_(torch.from_numpy(first[name]))
+            job.optimizer.reload_model_params()
             chunk.config.finalize_model_grads_func = finalize_model_grads
             job.set_steps(0)
             batch = case.sections["train"]["global_batch"]
@@ -278,7 +279,7 @@ class _Job:
         at = sizes.coordinate(torch.distributed.get_rank())
         bf16 = recipe.options.dtype == "bf16"
         options = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
+            grad_reduce_in_fp32=not recipe.config.train.grad_reduce_in_bf16,
             use_distributed_optimizer=self._case.distributed,
             overlap_grad_reduce=self._case.overlap,
             bucket_size=10_000 if self._case.overlap else None,

@@ -18,6 +18,11 @@ BF16 = {"dtype": "bf16"}
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "fp32": ("tp1 pp1 dp2", "tp1 pp2 dp1", {}),
     "bf16 with main parameters": ("tp2 pp1 dp1", "tp1 pp1 dp2", {"model": BF16}),
+    "bf16, gradients too": (
+        "tp1 pp1 dp2",
+        "tp2 pp1 dp1",
+        {"model": BF16, "train": {"grad_reduce_in_bf16": True}},
+    ),
     "all taken over": ("tp1 pp1 dp2", "tp1 pp1 dp2", {"model": BF16}),
     "experts apart": ("tp1 pp1 dp2 ep2", "tp1 pp1 dp2", {"model": EXPERTS}),
     "experts, bf16, whole digests": (

@@ -92,7 +92,7 @@ def test_every_kind_comes_through_an_abort_handoffs_a_checkpoint_and_a_resume(
     ]
     config = run_config(
         tmp_path, ENDLESS, notices=notices, recipe="tests.integration.keeping:KeepingGPT",
-        model={"dtype": "bf16"},
+        model={"dtype": "bf16"}, train={"grad_reduce_in_bf16": True},
     )  # fmt: skip
     run = start(config)
     watch(run, lambda status: status.handoffs_done + status.handoffs_aborted == 3, 150.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,36 +16,54 @@ from tests.integration.worlds import apart, connected, train
 
 STEPS = 4
 ADAM = {"lr": 0.01, "weight_decay": 0.3, "beta1": 0.8, "beta2": 0.97, "eps": 1e-3}
-CASE = Case(
-    "dp1",
-    sections={
-        "train": {"steps": STEPS, "global_batch": 4, "micro_batch": 1},
-        "optimizer": {**ADAM, "clip_grad": 0.5},
+CLIP_GRAD = 0.5
+
+
+def case_of(dtype: str = "fp32", **train: Any) -> Case:
+    sections = {
+        "train": {"steps": STEPS, "global_batch": 4, "micro_batch": 1, **train},
+        "optimizer": {**ADAM, "clip_grad": CLIP_GRAD},
         "schedule": {"style": "constant"},
-    },
-)
+    }
+    return Case("dp1", {"dtype": dtype}, sections=sections)
 
 
-def trained(process: WorkerProcess) -> Any:
-    """The first parameters by name, and the course of the steps."""
+CASES = {
+    "fp32": case_of(),
+    "bf16": case_of("bf16"),
+    "gradients in bf16": case_of("bf16", grad_reduce_in_bf16=True),
+}
+
+
+def trained(process: WorkerProcess, cases: Sequence[Case]) -> list[Any]:
+    """Of each case the first parameters by name, and the course of the steps."""
     from liver_hpc.world.groups import install_sentinel
+    from liver_hpc.world.megatron import as_built
     from tests.integration.toys import derived
 
-    recipe = recipe_of(CASE.model, **CASE.sections)
-    recipe.spec = derived(recipe, CASE.layout)
-    install_sentinel(process.worker)
-    with connected(process, recipe, CASE.layout, 0) as world:
-        assert world is not None
-        module = world.chunks[0].module
-        first = {name: each.detach().clone().numpy() for name, each in module.named_parameters()}
-        return first, train(world, range(STEPS))
+    found = []
+    for generation, case in enumerate(cases):
+        recipe = recipe_of(case.model, **case.sections)
+        recipe.spec = derived(recipe, case.layout)
+        install_sentinel(process.worker)
+        with connected(process, recipe, case.layout, generation) as world:
+            assert world is not None
+            world.state.begin_optimizer()  # with copies of the parameters as they are
+            module = as_built(world.chunks[0])
+            parameters = module.named_parameters()
+            first = {name: one.detach().clone().float().numpy() for name, one in parameters}
+            found.append((first, train(world, range(STEPS))))
+    return found
 
 
 @pytest.mark.timeout(200)
 def test_losses_and_gradient_norms_are_those_of_megatrons_own_loop(tmp_path: Path) -> None:
     """With each number of the optimizer's another one than its default; clipping bites."""
-    ((first, course),) = run_workers(trained, 1, tmp_path)
+    (found,) = run_workers(trained, 1, tmp_path, [*CASES.values()])
+    plain = {}
     with Pool(1, partial(MegatronJob, str(tmp_path / "job"), 1)) as jobs:
-        (plain,) = jobs.call("train", 60.0, "train", CASE, first, STEPS)
-    assert all(grad_norm > CASE.sections["optimizer"]["clip_grad"] for _, grad_norm in plain)
-    assert apart(course, plain) < 1e-6
+        for (name, one), (first, course) in zip(CASES.items(), found, strict=True):
+            (plain[name],) = jobs.call(f"train in {name}", 60.0, "train", one, first, STEPS)
+            assert all(grad_norm > CLIP_GRAD for _, grad_norm in plain[name])
+            assert apart(course, plain[name]) < 1e-6, name
+    assert apart(plain["gradients in bf16"], plain["bf16"]) > 1e-5

@@ -29,8 +29,9 @@ class Case:
     steps: int = 3
 
 
-def recipe_of(case: Case, worker: int) -> Any:
-    """A case's recipe with the spec derived for its layout; this process is `worker`."""
+def recipe_of(case: Case, worker: int, *further: str) -> Any:
+    """A case's recipe with the spec derived for its layout and further ones; this process is
+    `worker`."""
     from pathlib import Path
 
     from liver_hpc.world.groups import install_sentinel
@@ -41,7 +42,7 @@ def recipe_of(case: Case, worker: int) -> Any:
         update={"train": type(config.train)(**{**config.train.model_dump(), **case.train})}
     )
     recipe = case.recipe(case.recipe.Options.model_validate(config.model), config)
-    recipe.spec = derived(recipe, case.layout)
+    recipe.spec = derived(recipe, case.layout, *further)
     recipe.check_layout(Layout.parse(case.layout))
     recipe.open(Path())
     install_sentinel(worker)

@@ -59,6 +59,7 @@ NUMBERS: Mapping[str, tuple[Callable[[str], Any], Any]] = {
 SWITCHES = (
     "overlap_grad_reduce",
     "overlap_param_gather",
+    "grad_reduce_in_bf16",
     "mock_data",
     "exit_on_missing_checkpoint",
     "finetune",
@@ -76,6 +77,7 @@ _OPTION_OF: Mapping[KeyPath, str] = {
     ("train", "seed"): "seed",
     ("train", "overlap_grad_reduce"): "overlap_grad_reduce",
     ("train", "overlap_param_gather"): "overlap_param_gather",
+    ("train", "grad_reduce_in_bf16"): "grad_reduce_in_bf16",
     ("optimizer", "lr"): "lr",
     ("optimizer", "min_lr"): "min_lr",
     ("optimizer", "weight_decay"): "weight_decay",

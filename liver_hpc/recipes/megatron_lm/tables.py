@@ -34,6 +34,7 @@ LAYOUT = Group(
 
 OWNED = """train_iters train_samples exit_interval global_batch_size rampup_batch_size
     micro_batch_size seed overlap_grad_reduce overlap_param_gather ddp_bucket_size
+    grad_reduce_in_bf16
     lr min_lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad
     lr_decay_iters lr_decay_samples lr_wsd_decay_*
     lr_warmup_iters lr_warmup_samples lr_warmup_fraction lr_warmup_init
@@ -79,7 +80,7 @@ NO_EFFECT = (
         local_rank high_priority_stream_groups nccl_communicator_config_path nccl_ub use_nccl_ub
         disable_symmetric_registration use_sharp sharp_enabled_group
         create_all_gather_group ddp_pad_buckets_for_high_nccl_busbw ddp_average_in_collective
-        ddp_reduce_scatter_with_fp32_accumulation align_grad_reduce align_param_gather
+        align_grad_reduce align_param_gather
         scatter_gather_tensors_in_pipeline async_tensor_model_parallel_allreduce
         use_layer_wise_param_layout""",
     ),
@@ -192,9 +193,9 @@ REFUSED = (
           """use_precision_aware_optimizer main_grads_dtype=fp32|torch.float32
           main_params_dtype=fp32|torch.float32 exp_avg_dtype=fp32|torch.float32
           exp_avg_sq_dtype=fp32|torch.float32""", "leave it out"),
-    Group("gradients are reduced in fp32",
-          "grad_reduce_in_bf16 ddp_param_name_patterns_for_fp32_local_accumulation",
-          "leave it out"),
+    Group("gradients are added up and reduced in one precision",
+          """ddp_param_name_patterns_for_fp32_local_accumulation
+          ddp_reduce_scatter_with_fp32_accumulation""", "leave it out"),
     Group("state that is moved lies on the device",
           """optimizer_cpu_offload optimizer_offload_fraction use_torch_optimizer_for_cpu_offload
           overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params cpu_offloading_*

@@ -63,9 +63,10 @@ MIXTURE = replace(
         "1.self_attention.linear_proj",
     ),
     bucket_elements=300,
+    gradient_bytes=2,
 )
 """A mixture of experts in one layer, with a buffer and a frozen parameter; its gradients are
-reduced in several buckets."""
+reduced in several buckets, in bf16."""
 MODELS: tuple[ModelSpec, ...] = (TIED, UNTIED_BF16, MIXTURE)
 SIZES = st.sampled_from([1, 2, 4])
 MOST_WORKERS = 24

@@ -97,7 +97,7 @@ def test_bytes_of_all_workers_are_those_of_all_copies(layout: Layout, model: Mod
         size = tensor.element_bytes or model.parameter_bytes
         expected[PARAMETER] += tensor.elements * size * copies * replicas
         if tensor.role == "trained":
-            expected[GRADIENT] += tensor.elements * 4 * copies * replicas
+            expected[GRADIENT] += tensor.elements * model.gradient_bytes * copies * replicas
             expected.update(dict.fromkeys(model.optimizer_kinds, tensor.elements * 4 * copies))
     assert counted == expected
 

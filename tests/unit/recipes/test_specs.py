@@ -17,7 +17,7 @@ from liver_hpc.recipes.gpt_config import GPTConfig
 from liver_hpc.recipes.specs import CANNOT_DERIVE, Answer, derive_spec, load_run_recipe
 from tests.unit.config.runs import minimal
 
-OVERLAP = {"steps": 10, "global_batch": 8, "overlap_grad_reduce": True}
+TRAIN = {"steps": 10, "global_batch": 8}
 
 
 def derivations(tmp_path: Path, *configs: RunConfig) -> int:
@@ -38,7 +38,12 @@ def test_a_spec_is_kept_and_not_derived_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changed",
-    [{"model": {"layers": 8}}, {"layouts": {2: {"dp": 2}}}, {"train": OVERLAP}],
+    [
+        {"model": {"layers": 8}},
+        {"layouts": {2: {"dp": 2}}},
+        {"train": TRAIN | {"overlap_grad_reduce": True}},
+        {"train": TRAIN | {"grad_reduce_in_bf16": True}},
+    ],
 )
 def test_it_is_where_what_it_depends_on_has_changed(
     tmp_path: Path, changed: dict[str, Any]

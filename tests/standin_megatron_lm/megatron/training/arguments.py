@@ -97,6 +97,7 @@ _ON = (
     "use-distributed-optimizer",
     "overlap-grad-reduce",
     "overlap-param-gather",
+    "grad-reduce-in-bf16",
     "use-cpu-initialization",
     "untie-embeddings-and-output-weights",
     "reset-position-ids",

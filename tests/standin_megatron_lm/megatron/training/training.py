@@ -76,7 +76,7 @@ def _setup(model_provider, model_type):
     if args.bf16:
         module = Float16Module(module.config, module)
     options = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=args.bf16,
+        grad_reduce_in_fp32=args.bf16 and not args.grad_reduce_in_bf16,
         overlap_grad_reduce=args.overlap_grad_reduce,
         use_distributed_optimizer=args.use_distributed_optimizer,
     )

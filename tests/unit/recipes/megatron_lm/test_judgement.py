@@ -34,7 +34,7 @@ REFUSED = {
     "--optimizer sgd": "--optimizer adam",
     "--use-precision-aware-optimizer": "the optimizer's state is fp32",
     "--exp-avg-dtype bf16": "the optimizer's state is fp32",
-    "--grad-reduce-in-bf16": "gradients are reduced in fp32",
+    "--ddp-reduce-scatter-with-fp32-accumulation": "added up and reduced in one precision",
     "--optimizer-cpu-offload": "state that is moved lies on the device",
     "--decoupled-lr 1e-4": "all parameters have one learning rate",
     "--use-mup": "all parameters have one learning rate",
@@ -103,7 +103,8 @@ def test_all_are_told_at_once(tmp_path: Path) -> None:
         "--dataloader-type single", "--cp-comm-type p2p all_gather", "--exp-avg-dtype fp32",
         "--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler",
         "--weight-decay-incr-style constant", "--num-distributed-optimizer-instances 1",
-        "--bf16", "--num-experts 4 --moe-router-load-balancing-type aux_loss seq_aux_loss",
+        "--bf16 --grad-reduce-in-bf16",
+        "--num-experts 4 --moe-router-load-balancing-type aux_loss seq_aux_loss",
         "--use-flash-attn --swiglu --no-rope-fusion --disable-bias-linear", "--own-option 3",
     ],
 )  # fmt: skip
