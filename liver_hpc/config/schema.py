@@ -120,15 +120,27 @@ class LayoutSection(Section):
 
 
 class OptimizerSection(Section):
-    """Adam with decoupled weight decay, as Megatron's distributed optimizer runs it."""
+    """Adam with decoupled weight decay, as Megatron's distributed optimizer runs it.
+
+    Word embeddings and the output layer have `decoupled_lr` in the place of `lr` where it is given,
+    and with it `decoupled_min_lr` in the place of `min_lr`.
+    """
 
     lr: Annotated[float, Field(gt=0)] = 1e-3
     min_lr: Annotated[float, Field(ge=0)] = 1e-4
+    decoupled_lr: Annotated[float, Field(ge=0)] | None = None
+    decoupled_min_lr: Annotated[float, Field(ge=0)] | None = None
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     eps: Annotated[float, Field(gt=0)] = 1e-8
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
+
+    @model_validator(mode="after")
+    def _decoupled(self) -> OptimizerSection:
+        if self.decoupled_min_lr is not None and self.decoupled_lr is None:
+            raise ValueError("decoupled_min_lr wants decoupled_lr: Megatron does not use it alone")
+        return self
 
 
 class ScheduleSection(Section):

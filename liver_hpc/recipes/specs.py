@@ -123,6 +123,7 @@ def _key(recipe: Recipe) -> str:
     depends_on = (
         (config.recipe, source, config.model, sorted(map(str, config.layouts_listed))),
         (train.overlap_grad_reduce, train.bucket_elements, train.grad_reduce_in_bf16),
+        config.optimizer.decoupled_lr is not None,
         _begins_with(config),
         versions_of(_VERSIONS),
     )

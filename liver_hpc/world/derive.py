@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 import itertools
 import re
@@ -30,6 +31,7 @@ from liver_hpc.world.recorder import recorded
 from liver_hpc.world.refused import (
     refuse_dtypes,
     refuse_options,
+    refuse_other_rates,
     refuse_undrawn,
     refuse_unknown,
     refuse_unmarked,
@@ -78,6 +80,8 @@ class Derivation:
         self._whole = RankMap(Layout(1, 1, 1), (worker,))
         with self._seat(self._whole, worker) as ((module,), groups):
             self.frame = frame_of(module, groups)
+            if recipe.config.optimizer.decoupled_lr is not None:
+                self.frame = dataclasses.replace(self.frame, decoupled=_decoupled(module))
             self._parameter_bytes = 2 if module.config.bf16 else 4
             self.layers = module.config.num_layers
             self.experts = getattr(module.config, "num_moe_experts", None) or 0
@@ -332,8 +336,22 @@ def chunk_shards(modules: Iterable[Any], groups: Any, frame: Any, layout: Layout
         shards = shards_of(module, groups, frame)
         if layout.sequence_parallel:
             refuse_unmarked(module, shards, frame)
+        if frame.decoupled is not None:
+            refuse_other_rates(module, shards, frame.decoupled)
         found.append(shards)
     return found
+
+
+def _decoupled(module: Any) -> frozenset[str]:
+    """The names of parameters with a learning rate of their own. Raises PlanError for none."""
+    named = module.named_parameters()
+    names = frozenset(name for name, each in named if megatron.is_decoupled(each))
+    if not names:
+        raise PlanError(
+            "optimizer.decoupled_lr: no parameter of the model would have it; set the attribute "
+            "is_embedding_or_output_parameter of those that are to"
+        )
+    return names
 
 
 def _summed(module: Any, held: tuple[int, ...]) -> int | None:

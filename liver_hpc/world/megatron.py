@@ -256,6 +256,11 @@ def mark_tensor_parallel(parameter: torch.Tensor, tensor: TensorSpec) -> None:
         marked.tensor_model_parallel = False
 
 
+def is_decoupled(parameter: torch.Tensor) -> bool:
+    """Whether a parameter has the decoupled learning rate where there is one."""
+    return bool(getattr(parameter, "is_embedding_or_output_parameter", False))
+
+
 def summed_over_stages(module: Any) -> torch.Tensor | None:
     """The parameter of a chunk at either end of a pipeline whose gradients are summed over both
     (megatron.core.distributed.finalize_model_grads); None where there is none."""

@@ -45,6 +45,8 @@ def build(recipe: Recipe, chunks: Sequence[Any], groups: Any) -> Any:
                 optimizer="adam",
                 lr=options.lr,
                 min_lr=options.min_lr,
+                decoupled_lr=options.decoupled_lr,
+                decoupled_min_lr=options.decoupled_min_lr,
                 weight_decay=options.weight_decay,
                 adam_beta1=options.beta1,
                 adam_beta2=options.beta2,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -248,4 +248,21 @@ def refuse_unmarked(module: torch.nn.Module, shards: Shards, frame: Frame) -> No
             raise PlanError(
                 f"{name} does not say whether its gradient is a share with sequence parallelism: "
                 "set its attribute sequence_parallel"
+            )
+
+
+def refuse_other_rates(module: torch.nn.Module, shards: Shards, decoupled: Set[str]) -> None:
+    """Raises PlanError for parameters that have another learning rate than where nothing is split:
+    copies would drift apart, or training depend on the layout.
+
+    So it is in 0.16 with the copy of the embedding that a last stage predicts further tokens with.
+    decoupled: names of the whole model's parameters that have `optimizer.decoupled_lr`.
+    """
+    for name, parameter in module.named_parameters():
+        whole = whole_of(name, shards[name].parts)
+        if megatron.is_decoupled(parameter) != (whole in decoupled):
+            has, lacks = ("lacks", "has") if whole in decoupled else ("has", "lacks")
+            raise PlanError(
+                f"{name} {has} optimizer.decoupled_lr, which {whole} of the whole model {lacks}: "
+                "see to its attribute is_embedding_or_output_parameter"
             )

@@ -78,10 +78,12 @@ class Whole(NamedTuple):
 @dataclass(frozen=True)
 class Frame:
     """The module in which nothing is split: its tensors by name in order, and what lies under each
-    key, place by place."""
+    key, place by place. decoupled: the names of those that have `optimizer.decoupled_lr`; None
+    where there is none."""
 
     tensors: dict[str, Whole]
     keys: dict[str, dict[tuple[int, ...], list[tuple[str, Sharded]]]]
+    decoupled: frozenset[str] | None = None
 
 
 def frame_of(module: torch.nn.Module, groups: Any) -> Frame:

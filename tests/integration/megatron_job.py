@@ -301,6 +301,8 @@ class _Job:
                 optimizer="adam",
                 lr=adam.lr,
                 min_lr=adam.min_lr,
+                decoupled_lr=adam.decoupled_lr,
+                decoupled_min_lr=adam.decoupled_min_lr,
                 weight_decay=adam.weight_decay,
                 adam_beta1=adam.beta1,
                 adam_beta2=adam.beta2,

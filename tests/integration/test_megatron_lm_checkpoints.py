@@ -53,8 +53,8 @@ def plain(checkout: Path, directory: Path, words: str, **layout: int) -> PlainRu
     return run_plain(job, directory, Deadline.after(SystemClock(), LIMIT_S, "the script"))
 
 
-def same(mine: Mapping[int, float], other: Mapping[int, float]) -> bool:
-    return {step: pytest.approx(value, rel=1e-5) for step, value in mine.items()} == {
+def same(mine: Mapping[int, float], other: Mapping[int, float], apart: float = 1e-5) -> bool:
+    return {step: pytest.approx(value, rel=apart) for step, value in mine.items()} == {
         step: other[step] for step in mine
     }
 
@@ -101,6 +101,12 @@ def handed_over_and_saved(config: Any) -> tuple[RunRecords, int]:
             id="per-token",
         ),
         pytest.param(
+            f"{WORDS} --bf16 --grad-reduce-in-bf16", TP2, {"pp": 2}, TP2, {"dp": 2}, id="bf16"
+        ),
+        pytest.param(
+            f"{WORDS} --decoupled-lr 5e-3", TP2, {"pp": 2}, TP2, {"dp": 2}, id="decoupled"
+        ),
+        pytest.param(
             WORDS.replace("-impl local", "-impl transformer_engine") + "--no-rope-fusion",
             TP2,
             {"pp": 2},
@@ -138,24 +144,27 @@ def test_the_plain_script_goes_on_elastically_and_plainly_again(
     end = plain(megatron_lm, tmp_path / "resumed", again, **resumed)
     assert [*end.losses] == [*range(step + 1, step + MORE + 1)]
 
+    close = 1e-2 if "--bf16" in words else 1e-5
     whole = plain(megatron_lm, tmp_path / "whole", f"{words} {ending}")
-    assert same({row.step + 1: row.loss for row in elastic.steps}, whole.losses)
-    assert same({row.step + 1: row.grad_norm for row in elastic.steps}, whole.grad_norms)
+    assert same({row.step + 1: row.loss for row in elastic.steps}, whole.losses, close)
+    assert same({row.step + 1: row.grad_norm for row in elastic.steps}, whole.grad_norms, close)
     beside = {"load_balancing_loss": "--num-experts", "mtp_1 loss": "--mtp-num-layers"}
     for name in [name for name, option in beside.items() if option in words]:
         told = {m.step + 1: m.value for m in elastic.metrics if m.name == name.replace(" ", "_")}
         assert [*told] == [row.step + 1 for row in elastic.steps]
-        assert same(told, whole.scalars[name])
-    assert same(end.losses, whole.losses)
-    assert same(end.grad_norms, whole.grad_norms)
+        assert same(told, whole.scalars[name], close)
+    if "--decoupled-lr" in words:  # 0.16 gives all the rates of one group when it loads
+        return
+    assert same(end.losses, whole.losses, close)
+    assert same(end.grad_norms, whole.grad_norms, close)
     evaluated = {row.step: row.loss for row in elastic.evaluations}
-    assert same(evaluated | dict(end.validation_losses), whole.validation_losses)
+    assert same(evaluated | dict(end.validation_losses), whole.validation_losses, close)
 
 
 def test_a_job_goes_on_from_what_a_run_of_it_has_saved(config: Config, tmp_path: Path) -> None:
     """In another layout; the checkpoint has the job's own arguments and counts."""
     words = WORDS.replace(str(ENDLESS), "8").replace("--eval-interval 5", "--eval-interval 2")
-    words += " --lr-warmup-fraction 0.013"
+    words += " --lr-warmup-fraction 0.013 --decoupled-lr 1e-2"
     directory, step = tmp_path / "saved", 4
     saving = f"{words} --save {directory} --save-interval {step}"
     layouts: dict[int, Sequence[Mapping[str, Any]]] = {2: [TP2]}

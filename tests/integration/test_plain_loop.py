@@ -19,10 +19,10 @@ ADAM = {"lr": 0.01, "weight_decay": 0.3, "beta1": 0.8, "beta2": 0.97, "eps": 1e-
 CLIP_GRAD = 0.5
 
 
-def case_of(dtype: str = "fp32", **train: Any) -> Case:
+def case_of(dtype: str = "fp32", train: Any = None, optimizer: Any = None) -> Case:
     sections = {
-        "train": {"steps": STEPS, "global_batch": 4, "micro_batch": 1, **train},
-        "optimizer": {**ADAM, "clip_grad": CLIP_GRAD},
+        "train": {"steps": STEPS, "global_batch": 4, "micro_batch": 1, **(train or {})},
+        "optimizer": {**ADAM, "clip_grad": CLIP_GRAD, **(optimizer or {})},
         "schedule": {"style": "constant"},
     }
     return Case("dp1", {"dtype": dtype}, sections=sections)
@@ -31,7 +31,8 @@ def case_of(dtype: str = "fp32", **train: Any) -> Case:
 CASES = {
     "fp32": case_of(),
     "bf16": case_of("bf16"),
-    "gradients in bf16": case_of("bf16", grad_reduce_in_bf16=True),
+    "gradients in bf16": case_of("bf16", {"grad_reduce_in_bf16": True}),
+    "decoupled": case_of(optimizer={"decoupled_lr": 0.003}),
 }
 
 
@@ -67,3 +68,4 @@ def test_losses_and_gradient_norms_are_those_of_megatrons_own_loop(tmp_path: Pat
             assert all(grad_norm > CLIP_GRAD for _, grad_norm in plain[name])
             assert apart(course, plain[name]) < 1e-6, name
     assert apart(plain["gradients in bf16"], plain["bf16"]) > 1e-5
+    assert apart(plain["decoupled"], plain["fp32"]) > 1e-3

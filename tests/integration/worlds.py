@@ -19,14 +19,15 @@ SEED = 3
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A layout, and what is trained in it: options of the model, of the `train` section, and what
-    makes the recipe of its options and the run's configuration."""
+    """A layout, and what is trained in it: options of the model, of the sections `train` and
+    `optimizer`, and what makes the recipe of its options and the run's configuration."""
 
     layout: str
     model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     train: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     recipe: Callable[[Any, Any], Any] = RandomTokenGPT
     steps: int = 3
+    optimizer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def recipe_of(case: Case, worker: int, *further: str) -> Any:
@@ -39,7 +40,10 @@ def recipe_of(case: Case, worker: int, *further: str) -> Any:
 
     config = tiny_config(**case.model)
     config = config.model_copy(
-        update={"train": type(config.train)(**{**config.train.model_dump(), **case.train})}
+        update={
+            "train": type(config.train)(**{**config.train.model_dump(), **case.train}),
+            "optimizer": type(config.optimizer)(**case.optimizer),
+        }
     )
     recipe = case.recipe(case.recipe.Options.model_validate(config.model), config)
     recipe.spec = derived(recipe, case.layout, *further)

@@ -30,6 +30,8 @@ NUMBERS: Mapping[str, tuple[Callable[[str], Any], Any]] = {
     "ddp_bucket_size": (int, None),
     "lr": (float, None),
     "min_lr": (float, 0.0),
+    "decoupled_lr": (float, None),
+    "decoupled_min_lr": (float, None),
     "weight_decay": (float, 0.01),
     "adam_beta1": (float, 0.9),
     "adam_beta2": (float, 0.999),
@@ -80,6 +82,8 @@ _OPTION_OF: Mapping[KeyPath, str] = {
     ("train", "grad_reduce_in_bf16"): "grad_reduce_in_bf16",
     ("optimizer", "lr"): "lr",
     ("optimizer", "min_lr"): "min_lr",
+    ("optimizer", "decoupled_lr"): "decoupled_lr",
+    ("optimizer", "decoupled_min_lr"): "decoupled_min_lr",
     ("optimizer", "weight_decay"): "weight_decay",
     ("optimizer", "beta1"): "adam_beta1",
     ("optimizer", "beta2"): "adam_beta2",
@@ -228,6 +232,8 @@ def _contradictory(job: Owned) -> Iterator[str]:
         )
     if job["overlap_param_gather"] and not job["overlap_grad_reduce"]:
         yield "--overlap-param-gather wants --overlap-grad-reduce, as Megatron does"
+    if job["decoupled_min_lr"] is not None and job["decoupled_lr"] is None:
+        yield "--decoupled-min-lr wants --decoupled-lr: Megatron does not use it alone"
     if job["lr_decay_style"] == "WSD" and not any(job[name] for name in _WSD_LENGTHS):
         yield "--lr-decay-style WSD wants --lr-wsd-decay-iters or --lr-wsd-decay-samples"
     if not _is_split(job["split"] or SPLIT):
@@ -332,11 +338,7 @@ def weights_of(job: Owned) -> tuple[str, str] | None:
 
 def derived_values(job: Owned) -> dict[KeyPath, Derived]:
     """The run file's values that follow from a job without problems."""
-    found = {
-        key: Derived(job[name], job.source(name), _AT)
-        for key, name in _OPTION_OF.items()
-        if job[name] is not None
-    }
+    found = {key: Derived(job[name], job.source(name), _AT) for key, name in _OPTION_OF.items()}
     for part in (_length(job), _schedule(job), _evaluation(job), _checkpoints(job), _data(job)):
         found |= {
             key: Derived(value, source, _AT, may_differ=key in MAY_DIFFER)

@@ -35,7 +35,7 @@ LAYOUT = Group(
 OWNED = """train_iters train_samples exit_interval global_batch_size rampup_batch_size
     micro_batch_size seed overlap_grad_reduce overlap_param_gather ddp_bucket_size
     grad_reduce_in_bf16
-    lr min_lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad
+    lr min_lr decoupled_lr decoupled_min_lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad
     lr_decay_iters lr_decay_samples lr_wsd_decay_*
     lr_warmup_iters lr_warmup_samples lr_warmup_fraction lr_warmup_init
     eval_interval eval_iters save save_interval persistent_save_interval load data_path split
@@ -201,9 +201,9 @@ REFUSED = (
           overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params cpu_offloading_*
           fine_grained_* offload_modules min_offloaded_tensor_size delay_offload_*
           delta_offload_* activation_offload_fraction moe_paged_stash*""", "recompute activations"),
-    Group("all parameters have one learning rate and one weight decay",
-          """decoupled_lr decoupled_min_lr head_lr_mult use_mup mup_* apply_wd_to_qk_layernorm
-          no_weight_decay_cond_type freeze_all_layers"""),
+    Group("all have one learning rate, but embeddings and output layer, and one weight decay",
+          """head_lr_mult use_mup mup_* apply_wd_to_qk_layernorm no_weight_decay_cond_type
+          freeze_all_layers"""),
     Group("the runtime's schedule has none",
           "lr_decay_style=constant|linear|cosine|WSD", "constant, linear, cosine and WSD decay"),
     Group("weight decay is the same at every step",

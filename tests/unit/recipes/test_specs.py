@@ -43,6 +43,7 @@ def test_a_spec_is_kept_and_not_derived_again(tmp_path: Path) -> None:
         {"layouts": {2: {"dp": 2}}},
         {"train": TRAIN | {"overlap_grad_reduce": True}},
         {"train": TRAIN | {"grad_reduce_in_bf16": True}},
+        {"optimizer": {"decoupled_lr": 1e-4}},
     ],
 )
 def test_it_is_where_what_it_depends_on_has_changed(

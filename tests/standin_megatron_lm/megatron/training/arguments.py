@@ -50,6 +50,8 @@ _WHOLE = {
 _BROKEN = {
     "lr": None,
     "min-lr": 0.0,
+    "decoupled-lr": None,
+    "decoupled-min-lr": None,
     "lr-warmup-fraction": None,
     "weight-decay": 0.01,
     "adam-beta1": 0.9,

@@ -87,6 +87,8 @@ def _setup(model_provider, model_type):
             optimizer="adam",
             lr=args.lr,
             min_lr=args.min_lr,
+            decoupled_lr=args.decoupled_lr,
+            decoupled_min_lr=args.decoupled_min_lr,
             weight_decay=args.weight_decay,
             adam_beta1=args.adam_beta1,
             adam_beta2=args.adam_beta2,

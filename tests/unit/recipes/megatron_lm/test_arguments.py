@@ -45,6 +45,8 @@ def test_megatrons_defaults_of_a_plain_job() -> None:
         "train.grad_reduce_in_bf16": False,
         "optimizer.lr": 1e-3,
         "optimizer.min_lr": 0.0,
+        "optimizer.decoupled_lr": None,
+        "optimizer.decoupled_min_lr": None,
         "optimizer.weight_decay": 0.01,
         "optimizer.beta1": 0.9,
         "optimizer.beta2": 0.999,
@@ -134,6 +136,8 @@ def test_the_schedule_that_a_loaded_checkpoint_must_have() -> None:
     [
         ("--lr=2e-4 --lr 1e-4", "optimizer.lr", 1e-4),  # the last one holds
         ("--min-lr 1e-5", "optimizer.min_lr", 1e-5),
+        ("--decoupled-lr 2e-4", "optimizer.decoupled_lr", 2e-4),
+        ("--decoupled-lr 2e-4 --decoupled-min-lr 0", "optimizer.decoupled_min_lr", 0.0),
         ("--adam-beta2 0.95", "optimizer.beta2", 0.95),
         ("--clip-grad 0", "optimizer.clip_grad", 0.0),
         ("--lr-decay-style cosine", "schedule.style", "cosine"),
@@ -313,6 +317,7 @@ def test_a_checkpoint_may_come_later_where_the_job_saves(tmp_path: Path) -> None
         (f"{JOB} --min-lr 1", "--min-lr 1 is more than --lr 0.001"),
         (f"{JOB} --lr-warmup-init 1", "--lr-warmup-init 1 is more than --lr 0.001"),
         (f"{JOB} --overlap-param-gather", "wants --overlap-grad-reduce"),
+        (f"{JOB} --decoupled-min-lr 1e-5", "--decoupled-min-lr wants --decoupled-lr"),
         (f"{JOB} --lr-decay-style WSD", "WSD wants --lr-wsd-decay-iters or"),
         (f"{JOB} --lr-decay-style WSD --lr-wsd-decay-samples 8", "--train-iters and --lr-wsd"),
         (f"{JOB} --micro-batch-size 0", "--micro-batch-size 0: wanted at least 1"),

@@ -27,7 +27,7 @@ SAMPLES = JOB.replace("--train-iters 1000", "--train-samples 8100")
 JOBS = [
     f"{JOB} --lr-warmup-fraction 0.013 --lr-decay-iters 777 --bf16 --swiglu --eval-interval 10",
     f"{SAMPLES} --lr-warmup-samples 100 --lr-decay-style cosine --weight-decay 0.1 "
-    "--lr-warmup-init 1e-5 --bf16 --grad-reduce-in-bf16",
+    "--lr-warmup-init 1e-5 --bf16 --grad-reduce-in-bf16 --decoupled-lr 2e-4",
 ]
 
 
