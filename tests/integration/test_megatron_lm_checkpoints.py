@@ -17,6 +17,7 @@ from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.config.megatron_checkpoint import TRACKER_FILE, iteration_path, tracked_step
 from liver_hpc.errors import ConfigError
 from liver_hpc.recipes.megatron_lm.arguments import scheduled
+from liver_hpc.recipes.megatron_lm.checkout import core_release
 from liver_hpc.recipes.specs import derive_spec
 from liver_hpc.report.store import RunRecords, read_run
 from tests.integration.elastic import losses
@@ -153,8 +154,8 @@ def test_the_plain_script_goes_on_elastically_and_plainly_again(
         told = {m.step + 1: m.value for m in elastic.metrics if m.name == name.replace(" ", "_")}
         assert [*told] == [row.step + 1 for row in elastic.steps]
         assert same(told, whole.scalars[name], close)
-    if "--decoupled-lr" in words:  # 0.16 gives all the rates of one group when it loads
-        return
+    if "--decoupled-lr" in words and (core_release(megatron_lm) or "0.16") < "0.19":
+        return  # as it loads, Megatron takes the rates of one group for those of all
     assert same(end.losses, whole.losses, close)
     assert same(end.grad_norms, whole.grad_norms, close)
     evaluated = {row.step: row.loss for row in elastic.evaluations}
