@@ -102,12 +102,19 @@ def _sizes_wrong(config: Any, layout: Layout) -> Iterator[str]:
         ("virtual_pipeline_model_parallel_size", layout.vpp),
         ("context_parallel_size", layout.cp),
         ("expert_model_parallel_size", layout.ep),
-        ("sequence_parallel", layout.sequence_parallel),
     ):
         given = getattr(config, option, None) or 1
         # A model that knows nothing of context parallelism would count its loss several times.
         if given != size and (given != 1 or option == "context_parallel_size"):
             yield f"the model's {option} is {given}, where the layout {layout} has {size}"
+    shares = bool(getattr(config, "sequence_parallel", False))
+    # Either way masks and gradients of what tp ranks have in common would differ between them.
+    if shares != layout.sequence_parallel:
+        yield (
+            f"the model's sequence_parallel is {shares}, where the layout {layout} has "
+            f"{layout.sequence_parallel}: give its TransformerConfig `megatron_sizes(layout)` of "
+            "liver_hpc.recipes.base"
+        )
 
 
 def _layout_dependent(config: Any, layout: Layout) -> Iterator[str]:

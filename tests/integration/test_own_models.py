@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import importlib
 import random
+import re
 import threading
 import time
 import weakref
@@ -125,6 +126,30 @@ def test_what_is_trained_on_several_stages_is_refused_unless_megatron_sums_it(de
     assert not derived(Toy(lambda _: {"body": linear().requires_grad_(False)}), "pp2").refused
     (said,) = derived(Toy(lambda _: {"body": linear()}), "pp2").refused.values()
     assert said.startswith("body.weight is trained on stages [0, 1], and Megatron does not sum")
+
+
+@pytest.mark.parametrize(("layout", "told"), [("tp2 sp", False), ("tp2", True), ("tp1", True)])
+def test_a_model_that_shares_the_sequence_otherwise_than_the_layout_is_refused(
+    layout: str, told: bool, device: Any
+) -> None:
+    """Megatron would go by the one, and dropout, marks and refusals by the other."""
+
+    class Told(Toy):
+        def build(self, context: BuildContext) -> Any:
+            model = super().build(context)
+            if str(context.layout) == str(Layout.parse(layout)):
+                model.config.sequence_parallel = told
+            return model
+
+    parts = lambda _: {"body": linear().requires_grad_(False)}  # noqa: E731
+    why = rf"sequence_parallel is {told}, where the layout .* has {not told}: .* `megatron_sizes"
+    if layout == "tp1":
+        with pytest.raises(PlanError, match=why):
+            derived(Told(parts), layout)
+    else:
+        (said,) = derived(Told(parts), layout, "tp1").refused.values()
+        assert re.search(why, said)
+    assert not derived(Toy(parts), layout).refused
 
 
 def test_latent_attention_with_tp_wants_sequence_parallelism(device: Any) -> None:

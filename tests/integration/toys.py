@@ -29,8 +29,14 @@ class Toy(Recipe):
         from megatron.core.transformer import TransformerConfig
         from megatron.core.transformer.module import MegatronModule
 
+        layout = context.layout
         config = TransformerConfig(
-            num_layers=1, hidden_size=8, num_attention_heads=1, **self.further
+            num_layers=1,
+            hidden_size=8,
+            num_attention_heads=layout.tp,
+            tensor_model_parallel_size=layout.tp,
+            sequence_parallel=layout.sequence_parallel,
+            **self.further,
         )
         model = MegatronModule(config)
         for name, part in self.parts(context).items():
