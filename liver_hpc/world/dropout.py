@@ -84,7 +84,8 @@ def no_dropout(chunks: Iterable[Any]) -> Iterator[None]:
     """While a world is rehearsed: dropout drops nothing, so that it draws nothing from streams that
     a training thread uses; what is drawn otherwise comes from generators of its own. Fused
     attention would draw in its kernels, from the process's generator: its modules are told to drop
-    nothing. Raises PlanError at dropout that is not seeded, as nothing in these chunks tells of it.
+    nothing. Raises PlanError at dropout that is not seeded, as nothing in these chunks tells of it,
+    and at other noise that neither comes from a generator nor was seeded by who draws it.
 
     chunks: of the world. On a GPU one without dropout is left as it is: what torch compiles under
     another mode than that of a step is compiled anew in the first one.
@@ -111,7 +112,7 @@ def no_dropout(chunks: Iterable[Any]) -> Iterator[None]:
 
 class _Nothing(_Dropping):
     """Nothing is dropped, or drawn from the process's generators. seeded: else whoever would drop
-    is refused."""
+    or draw is refused."""
 
     def __init__(self, seeded: bool) -> None:
         super().__init__()
@@ -131,6 +132,17 @@ class _Nothing(_Dropping):
                 "in an attribute of the module with 'drop' in its name"
             )
 
+    def _check_noise(self, name: str) -> None:
+        computes = thread.here.micro_batch is not None  # or it reads data
+        if computes and not (self._seeded or thread.here.seeded):
+            raise PlanError(
+                f"the model or its loss draws by {name} without a generator, from streams that are "
+                "seeded for a model with dropout alone, so workers would draw other noise after a "
+                "handoff; wanted a torch.Generator or a torch.manual_seed by the samples, or, for "
+                "streams seeded by sample and layer, a float above 0 in an attribute of the module "
+                "with 'drop' in its name"
+            )
+
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -140,7 +152,10 @@ class _Nothing(_Dropping):
             query_to_mask, rest = args[:_ATTENTION_RATE], args[_ATTENTION_RATE + 1 :]
             kwargs = {name: value for name, value in (kwargs or {}).items() if name != "dropout_p"}
             return function(*query_to_mask, *((0.0, *rest) if rest else ()), **kwargs)
+        if name == "gumbel_softmax":  # no mode sees what it draws
+            self._check_noise(name)
         if name in draws.DRAWING and (kwargs or {}).get("generator") is None:
+            self._check_noise(name)
             return self._generators.draw(function, args, dict(kwargs or {}))
         return super().__torch_function__(function, types, args, kwargs)
 

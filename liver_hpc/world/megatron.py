@@ -142,13 +142,15 @@ def _keep_rehearsals_from_setting_streams() -> None:
 
         return put
 
+    def seeded(seed: Any) -> torch.Generator:
+        thread.here.seeded = True
+        return torch.Generator().manual_seed(int(seed))
+
     modules: Any = (torch, torch.random, torch.cuda, torch.cuda.random)
     for module in modules:
         module.set_rng_state = kept(module.set_rng_state)
     for module in modules[:2]:
-        module.manual_seed = kept(
-            module.manual_seed, lambda seed: torch.Generator().manual_seed(seed)
-        )
+        module.manual_seed = kept(module.manual_seed, seeded)
     for module in modules[2:]:
         module.manual_seed = kept(module.manual_seed)
         module.manual_seed_all = kept(module.manual_seed_all)

@@ -33,10 +33,12 @@ class MicroBatch:
 
 
 class Thread(threading.local):
-    """What this thread does: it may rehearse a world, megatron may mean the groups of one, and it
-    may act alone, with torch.distributed not initialized."""
+    """What this thread does: it may rehearse a world, whose model or loss may have seeded the
+    streams; megatron may mean the groups of one, and it may act alone, with torch.distributed not
+    initialized."""
 
     rehearsing = False
+    seeded = False
     alone = False
     groups: Any = None
     micro_batch: MicroBatch | None = None
@@ -57,7 +59,7 @@ class Pool(ThreadPoolExecutor):
 def rehearsal() -> Iterator[None]:
     """Marks this thread as one that works beside a training thread: of the random streams of this
     process, which training draws from, it touches none."""
-    here.rehearsing = True
+    here.rehearsing, here.seeded = True, False
     try:
         with torch.autograd.set_multithreading_enabled(False):  # backward on this thread too
             yield

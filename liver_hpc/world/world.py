@@ -352,6 +352,7 @@ class World:
         where nobody wants that any more: the next collective may be far."""
         if self.book.aborted:
             raise TransferError(f"the groups of generation {self.generation} were aborted")
+        thread.here.micro_batch = None  # while the next one is read
         micro_batch, samples = next(micro_batches)
         thread.here.micro_batch = micro_batch
         begun = self.forward_times.begin(model)

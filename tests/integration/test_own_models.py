@@ -668,6 +668,63 @@ def test_dropout_that_is_not_seeded_is_refused_by_the_rehearsal(
     world.close()
 
 
+class Noisy(RandomTokenGPT):
+    """Draws noise in its forward, or where it reads a sample, without dropout anywhere."""
+
+    draw: Callable[[torch.Tensor], torch.Tensor]
+    seeds = reads = False
+
+    def build(self, context: BuildContext) -> Any:
+        model = super().build(context)
+        if context.is_first_stage and not self.reads:
+            model.embedding.register_forward_hook(
+                lambda _module, _inputs, states: states + type(self).draw(states)
+            )
+        return model
+
+    def fetch(self, samples: Any, layout: Any, at: Any) -> Any:
+        if self.reads:
+            type(self).draw(torch.zeros(1))
+        return super().fetch(samples, layout, at)
+
+    def loss(self, model: Any, samples: Any) -> Any:
+        if self.seeds:
+            torch.manual_seed(torch.tensor(5))  # torch takes whatever is an int
+        return super().loss(model, samples)
+
+
+def own_noise(states: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(states).uniform_(generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    ("draw", "told", "refused_as"),
+    [
+        (lambda s: torch.empty_like(s).uniform_(-0.1, 0.1), {}, "uniform_"),
+        (lambda s: torch.randn_like(s), {}, "randn_like"),
+        (lambda s: s[:, torch.randperm(s.shape[1])], {}, "randperm"),
+        (lambda s: torch.nn.functional.gumbel_softmax(s), {}, "gumbel_softmax"),
+        (own_noise, {}, None),
+        (lambda s: torch.empty_like(s).uniform_(), {"seeds": True}, None),
+        (lambda s: torch.randn_like(s), {"reads": True}, None),
+        (lambda s: torch.empty_like(s).zero_(), {}, None),
+    ],
+)
+def test_noise_that_is_not_seeded_is_refused_by_the_rehearsal(
+    draw: Any, told: dict[str, bool], refused_as: str | None, device: Any
+) -> None:
+    """Those who stay would draw on, and a joiner from the beginning."""
+    config = tiny_config()
+    kind = type("Kind", (Noisy,), {"draw": staticmethod(draw), **told})
+    recipe = kind(GPTConfig.model_validate(config.model), config)
+    recipe.open(Path())
+    world = build_world(recipe, device, "pp2 vpp2")
+    refused = pytest.raises(PlanError, match=rf"draws by {refused_as} without a generator")
+    with refused if refused_as else nullcontext():
+        world.warm_up()
+    world.close()
+
+
 class Checking(RandomTokenGPT):
     """Looks at what it computes, as scripts do."""
 
