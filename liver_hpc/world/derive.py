@@ -24,7 +24,7 @@ from liver_hpc.errors import MODELS_ERRORS, PlanError, place_in_users_code
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.tensors import Chunks, First, ModelSpec, TensorSpec, pipeline
 from liver_hpc.recipes.base import BuildContext, Recipe
-from liver_hpc.world import draws, megatron, thread
+from liver_hpc.world import draws, dropout, megatron, thread
 from liver_hpc.world.device import Device
 from liver_hpc.world.groups import GroupBook, install_sentinel
 from liver_hpc.world.recorder import recorded
@@ -320,8 +320,11 @@ def build_chunks(recipe: Recipe, layout: Layout, at: Coordinate, groups: Any) ->
     chunks = []
     for number in range(layout.vpp):
         with draws.NoDraws() as mode:
-            module = recipe.build(BuildContext(layout, at, groups, number))
+            context = BuildContext(layout, at, groups, number)
+            module = recipe.build(context)
         refuse_options(module, layout)
+        if not context.is_first_stage:
+            dropout.refuse_unnumbered(module)
         if mode.undrawn:
             refuse_undrawn(module)
         chunks.append(module)

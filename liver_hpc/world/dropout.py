@@ -247,16 +247,32 @@ class _Seeder:
             megatron.seed_dropout(number % 2**31, *self._where)
 
 
+def refuse_unnumbered(chunk: Any) -> None:
+    """Raises PlanError for a chunk other than the model's first that drops, and has no layers that
+    are known by their numbers: its masks would be those of the first one."""
+    if (name := next(_dropping(chunk), None)) is not None and not any(_layers(chunk)):
+        raise PlanError(
+            f"{name} drops in a chunk of a pipeline whose layers have no numbers, and its masks "
+            "would be those of the first chunk: wanted `layer_number` in each layer, an int that "
+            "counts from 1 over the whole model"
+        )
+
+
 def _drops(module: Any) -> bool:
-    """Whether its configuration says so, or a module in it has a rate of whatever name, such as the
-    `p` of torch's and the `dropout` of its attention."""
+    """Whether its configuration says so, or a module in it has a rate."""
     config = module.config
     rates = [getattr(config, name, 0) for name in ("hidden_dropout", "attention_dropout")]
-    return any(rates) or any(
-        isinstance(value, float) and value > 0 and (name == "p" or "drop" in name)
-        for part in module.modules()
-        for name, value in vars(part).items()
-    )
+    return any(rates) or any(_dropping(module))
+
+
+def _dropping(module: Any) -> Iterator[str]:
+    """The modules in it that have a rate of whatever name, such as the `p` of torch's and the
+    `dropout` of its attention."""
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            rate = isinstance(value, float) and value > 0
+            if rate and ("drop" in name or (name == "p" and value <= 1)):  # a norm's may be 2
+                yield path or type(part).__name__
 
 
 def _layers(module: Any) -> Iterator[tuple[int, Any]]:

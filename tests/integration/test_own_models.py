@@ -668,6 +668,34 @@ def test_dropout_that_is_not_seeded_is_refused_by_the_rehearsal(
     world.close()
 
 
+@pytest.mark.parametrize("layout", ["pp2", "pp2 vpp2"])
+@pytest.mark.parametrize(("numbered", "rate"), [(False, 0.2), (True, 0.2), (False, 0.0)])
+def test_a_pipeline_that_drops_in_layers_without_numbers_is_refused(
+    numbered: bool, rate: float, layout: str, device: Any
+) -> None:
+    """Each chunk would begin with the masks of the first."""
+
+    def block(number: int) -> Any:
+        made: Any = torch.nn.Sequential(linear(), torch.nn.Dropout(rate))
+        if numbered:
+            made.layer_number = number + 1
+        return made
+
+    def parts(context: BuildContext) -> dict[str, Any]:
+        stages, chunks = context.layout.pp, context.layout.vpp
+        each = 4 // (stages * chunks)
+        first = each * (stages * context.chunk + context.at.pp)
+        blocks = {str(number): block(number) for number in range(first, first + each)}
+        return {"layers": torch.nn.ModuleDict(blocks)}
+
+    refused = derived(Toy(parts, hidden_dropout=0.0, attention_dropout=0.0), layout, "dp1").refused
+    if numbered or not rate:
+        assert not refused
+    else:
+        (said,) = refused.values()
+        assert re.match(r"layers\.\d\.1 drops in a chunk .* wanted `layer_number` in each", said)
+
+
 class Noisy(RandomTokenGPT):
     """Draws noise in its forward, or where it reads a sample, without dropout anywhere."""
 

@@ -139,6 +139,7 @@ def test_no_layer_has_the_masks_of_another_one_on_another_tensor_parallel_rank(
         (torch.nn.MultiheadAttention(8, 2), False),
         (torch.nn.Dropout(0.5), True),
         (torch.nn.LayerNorm(8), False),
+        (torch.nn.TripletMarginLoss(p=2.0), False),
     ],
 )
 def test_what_drops_is_known_by_its_rate(part: torch.nn.Module, drops: bool) -> None:
