@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 
 from liver_hpc.errors import PlanError
 from liver_hpc.layout.coordinates import Layout
@@ -244,13 +245,17 @@ def refuse_unmarked(module: torch.nn.Module, shards: Shards, frame: Frame) -> No
 
     Without the mark the loss is right at first, and the copies drift apart.
     """
-    positions = {
-        id(part.weight) for part in module.modules() if isinstance(part, torch.nn.Embedding)
-    }  # which are added before the sequence is split
+    added = {  # before the sequence is split
+        id(parameter)
+        for part in module.modules()
+        if isinstance(part, LanguageModelEmbedding)
+        for name, parameter in part.named_parameters()
+        if name in ("position_embeddings.weight", "tokentype_embeddings.weight")
+    }
     for name, parameter in module.named_parameters():
         whole = frame.tensors[whole_of(name, shards[name].parts)]
         copied = parameter.numel() == math.prod(whole.shape)
-        marked = hasattr(parameter, "sequence_parallel") or id(parameter) in positions
+        marked = hasattr(parameter, "sequence_parallel") or id(parameter) in added
         if parameter.requires_grad and copied and not marked:
             raise PlanError(
                 f"{name} does not say whether its gradient is a share with sequence parallelism: "

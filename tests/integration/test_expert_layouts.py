@@ -188,6 +188,29 @@ def test_a_norm_without_its_mark_is_refused_with_sequence_parallelism(
     assert "set its attribute sequence_parallel" in spec.refused["tp2 pp1 dp1 sp"]
 
 
+def test_an_embedding_of_ones_own_wants_its_mark_with_sequence_parallelism(device: Any) -> None:
+    """Who knows whether it is added to the whole sequence or to shares? Megatron's are to the
+    whole."""
+
+    class Kinds(RandomTokenGPT):
+        marked = False
+
+        def build(self, context: BuildContext) -> Any:
+            module = super().build(context)
+            module.kinds = torch.nn.Embedding(2, self.options.hidden)
+            if self.marked:
+                module.kinds.weight.sequence_parallel = True
+            return module
+
+    class Marked(Kinds):
+        marked = True
+
+    learned = SIZES | {"position": "learned"}
+    (said,) = derived(gpt(learned, Kinds), "tp2 sp", "tp2").refused.values()
+    assert said.startswith("kinds.weight does not say whether its gradient is a share")
+    assert not derived(gpt(learned, Marked), "tp2 sp").refused
+
+
 def test_a_world_that_would_not_move_the_experts_optimizer_is_refused(
     device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
