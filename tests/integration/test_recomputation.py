@@ -37,6 +37,33 @@ class TorchCheckpoints(RandomTokenGPT):
         return block
 
 
+class AttentionAgain(RandomTokenGPT):
+    """Computes attention alone again, by Megatron's checkpoint."""
+
+    def _block(self, config: Any, context: Any) -> Any:
+        from megatron.core.tensor_parallel import checkpoint
+
+        block = super()._block(config, context)
+        for layer in block.layer_specs:
+            base = layer.submodules.self_attention.module
+
+            class Checkpointed(base):  # type: ignore[misc]
+                def __call__(self, states: Any, *args: Any, **kwargs: Any) -> Any:
+                    attend = super().__call__
+                    return checkpoint(lambda given: attend(given, *args, **kwargs), False, states)
+
+            layer.submodules.self_attention.module = Checkpointed
+        return block
+
+
+def test_megatrons_checkpoint_within_a_layer_sets_attentions_dropout_back(tmp_path: Path) -> None:
+    """Its stream is the tracker's, which torch's checkpoint does not know of."""
+    recipes = (RandomTokenGPT, AttentionAgain)
+    cases = [Case("dp1", DROPPING, recipe=recipe, steps=2) for recipe in recipes]
+    plain, again = run_workers(train_cases, 1, tmp_path, cases)[0]
+    assert again == plain
+
+
 @pytest.mark.long
 @pytest.mark.timeout(200)
 def test_the_loss_is_the_same_with_and_without_recomputation(tmp_path: Path) -> None:
