@@ -17,6 +17,7 @@ from liver_hpc.cluster.slurm.run_job import (
     gone,
     job_of,
     noted_job,
+    step_text,
 )
 from liver_hpc.errors import ConfigError, DeadlineError, LiverError, RequestRefused
 from liver_hpc.host.interfaces import is_loopback
@@ -346,7 +347,7 @@ def _check_place(run: RunDirectory, address: CoordinatorAddress) -> None:
     noted = OwnJob.noted(run.path)
     step = ""
     if noted is not None and run.job_id() in (None, noted.job_id):
-        step = f" (srun --jobid={noted.job_id} --overlap ...)"
+        step = f" ({step_text(run.config(), noted.job_id)} ...)"
     raise LiverError(
         f"run {run}: its coordinator listens on {address.host} of {address.hostname} alone; give "
         f"the command there{step}"

@@ -31,7 +31,7 @@ from liver_hpc.cluster.slurm.orphaned import (
     warn_of_the_end,
 )
 from liver_hpc.cluster.slurm.replies import RUNNING
-from liver_hpc.cluster.slurm.run_job import OwnJob
+from liver_hpc.cluster.slurm.run_job import OwnJob, step_text
 from liver_hpc.config.load import parse_values, read_text
 from liver_hpc.config.schema import RunConfig, SlurmSection
 from liver_hpc.coordinator.hosting import HostedCoordinator, checkpoint_in_time, requeue
@@ -173,13 +173,19 @@ def coordinate_here(run: RunDirectory, script_lost: bool = False) -> Outcome | N
 
 
 def _check_place(run: RunDirectory, own: OwnJob | None, script_lost: bool) -> None:
-    address, job_id = run.coordinator(), run.job_id()
-    if run.config().cluster.kind == "slurm":
+    address, job_id, config = run.coordinator(), run.job_id(), run.config()
+    if config.cluster.kind == "slurm":
         if own is None or own.job_id != job_id:
             here = "outside of a job" if own is None else f"in job {own.job_id}"
+            step = ""
+            if job_id is not None:
+                words = f"liver coordinate {'--script-lost ' if script_lost else ''}{run}"
+                step = (
+                    f"; `{step_text(config, job_id)} --nodes=1 --ntasks=1 {words}` begins it there"
+                )
             raise LiverError(
                 f"run {run} is of job {job_id}, and this is {here}: its coordinator wants the "
-                "environment of that job's batch script"
+                f"environment of that job's batch script{step}"
             )
     elif address is not None and not address.is_here:
         raise LiverError(

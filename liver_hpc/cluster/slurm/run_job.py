@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands, SlurmError
 from liver_hpc.cluster.slurm.replies import JobInfo
+from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError, DeadlineError, LiverError
 from liver_hpc.host.files import file_lock, locked_alone, write_whole
 from liver_hpc.run.directory import RunDirectory
@@ -300,6 +301,13 @@ def noted_job_id(run: RunDirectory) -> str:
     """That of `noted_job`; empty without one."""
     noted = OwnJob.noted(run.path) if run.job_id() is None and which("squeue") else None
     return noted.job_id if noted is not None else ""
+
+
+def step_text(config: RunConfig, job_id: str) -> str:
+    """The `srun` that begins a step in a run's job from outside of it. In a job of several
+    components Slurm begins none unless it is told in which."""
+    several = config.cluster.kind == "slurm" and len(config.cluster.slurm.components) > 1
+    return f"srun --jobid={job_id} {'--het-group=0 ' if several else ''}--overlap"
 
 
 def gone(run: RunDirectory, job: RunJob | None) -> LiverError:

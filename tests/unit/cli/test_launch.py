@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -632,6 +633,23 @@ def test_nobody_coordinates_a_run_where_its_agents_cannot_be_taken_over(
     with pytest.raises(LiverError, match="was process 1 on far, where its agents are"):
         coordinate_here(run)
     assert newest_epoch(run.path) == 0
+
+
+@pytest.mark.parametrize(("components", "of"), [(1, ""), (2, " --het-group=0")])
+def test_who_takes_over_from_elsewhere_is_told_the_line_that_does(
+    monkeypatch: pytest.MonkeyPatch, components: int, of: str
+) -> None:
+    """Slurm begins no step in a job of several components unless it is told in which."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    sections = [{"name": f"c{index}"} for index in range(components)]
+    slurm = {"kind": "slurm", "slurm": {"components": sections}}
+    run = create_run_directory(minimal(cluster=slurm))
+    run.note_job_id("78", run.path.name)
+    line = f"srun --jobid=78{of} --overlap --nodes=1 --ntasks=1 liver coordinate"
+    with pytest.raises(LiverError, match=re.escape(f"`{line} {run}` begins it there")):
+        coordinate_here(run)
+    with pytest.raises(LiverError, match=re.escape(f"`{line} --script-lost {run}` begins it")):
+        coordinate_here(run, script_lost=True)
 
 
 def test_who_coordinates_in_the_place_of_a_lost_script_sees_to_its_job(
