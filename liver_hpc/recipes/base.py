@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, RootModel
 
 from liver_hpc.config.completion import Derived
 from liver_hpc.config.problems import KeyPath, key_text, validated
@@ -86,7 +86,8 @@ class Recipe(ABC):
     """What is trained. One object a process; `model` is the checked `model` section."""
 
     Options: ClassVar[type[BaseModel]] = NoOptions
-    """pydantic model of the run file's `model` section."""
+    """pydantic model of the run file's `model` section, in which a key that it does not know is
+    refused, unless its configuration says otherwise (`extra`)."""
     loss_communicates: ClassVar[bool] = False
     """Whether its loss function may be collective over data-parallel ranks, all of which compute
     equally many micro-batches then."""
@@ -313,8 +314,21 @@ def load_recipe(config: RunConfig) -> Recipe:
         raise ConfigError(
             f"eval: {recipe_class.__name__} has no validation set: validation_batch is missing"
         )
-    options = validated(recipe_class.Options, config.model, lambda path: key_text(("model", *path)))
+    options = checked_options(recipe_class, config.model, lambda path: key_text(("model", *path)))
     return recipe_class(options, config)
+
+
+def checked_options(
+    recipe_class: type[Recipe], model: Mapping[Any, Any], where: Callable[[KeyPath], str]
+) -> Any:
+    """A recipe's options of a `model` section. Raises ConfigError with all that is wrong, each
+    after what `where` says of its path."""
+    options = recipe_class.Options
+    if "extra" not in options.model_config and not issubclass(options, RootModel):
+        # pydantic would drop what is misspelt.
+        strict = type(options.__name__, (options,), {"model_config": ConfigDict(extra="forbid")})
+        validated(strict, model, where)
+    return validated(options, model, where)
 
 
 def put_first_on_path(config: RunConfig) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 from liver_hpc.config.completion import Derived, Where
 from liver_hpc.config.load import load_run, parse_run
-from liver_hpc.config.problems import KeyPath, validated
+from liver_hpc.config.problems import KeyPath
 from liver_hpc.config.schema import RunConfig, own_recipe_directory
 from liver_hpc.errors import ConfigError
-from liver_hpc.recipes.base import find_recipe
+from liver_hpc.recipes.base import checked_options, find_recipe
 
 
 def load_users_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -40,7 +40,7 @@ def _derive(values: dict[Any, Any], where: Where) -> Mapping[KeyPath, Derived]:
     except RuntimeError:  # a home that there is not
         return {}
     recipe = find_recipe(name, own)
-    options = validated(recipe.Options, model or {}, lambda path: where(("model", *path)))
+    options = checked_options(recipe, model or {}, lambda path: where(("model", *path)))
     try:
         derived = recipe.derived(options)
     except ConfigError as error:

@@ -148,9 +148,9 @@ def test_an_interleaved_pipeline_is_the_same_model(tmp_path: Path) -> None:
 def gated(tmp_path: Path, kind: str) -> RunConfig:
     (tmp_path / "gated.py").write_text(GATED)
     return run_config(
-        tmp_path, 10, initial=1, recipe=f"gated:{kind}", model={}, recipe_directory=tmp_path,
+        tmp_path, 10, initial=1, recipe=f"gated:{kind}", recipe_directory=tmp_path,
         layouts={1: {"tp": 1}, 2: {"tp": 2}},
-    )  # fmt: skip
+    ).model_copy(update={"model": {}})  # fmt: skip
 
 
 @pytest.mark.long

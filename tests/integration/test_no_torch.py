@@ -100,7 +100,8 @@ def submitted(tmp_path: Path, **sections: Any) -> tuple[RunDirectory, str]:
     config = run_config(
         tmp_path, 6, initial=2, cluster={"kind": "slurm", "slurm": SLURM}, **sections
     )
-    return submitted_file(dump_run(config), tmp_path)
+    model = sections.get("model", config.model)
+    return submitted_file(dump_run(config.model_copy(update={"model": model})), tmp_path)
 
 
 def submitted_file(text: str, tmp_path: Path) -> tuple[RunDirectory, str]:

@@ -40,11 +40,10 @@ def test_it_trains_and_is_reshaped_live(tmp_path: Path, monkeypatch: pytest.Monk
         ENDLESS,
         initial=1,
         recipe="mirror:Mirror",
-        model={"width": 32},
         layouts={1: {"dp": 1}, 2: {"dp": 2}},
         notices=notices,
         optimizer={"lr": 0.01, "min_lr": 0.01},
-    )
+    ).model_copy(update={"model": {"width": 32}})
     try:
         run = start(config)
         watch(run, lambda status: status.handoffs_done == 2, 90.0)
