@@ -31,6 +31,7 @@ from liver_hpc.world.recorder import recorded
 from liver_hpc.world.refused import (
     refuse_dtypes,
     refuse_options,
+    refuse_other_kinds,
     refuse_other_rates,
     refuse_undrawn,
     refuse_unknown,
@@ -315,13 +316,15 @@ def _values_missed() -> Iterator[None]:
 def build_chunks(recipe: Recipe, layout: Layout, at: Coordinate, groups: Any) -> list[Any]:
     """The modules of a seat as the recipe builds them, one for each chunk. Not collective.
 
-    Raises PlanError for options with which another layout would compute something else.
+    Raises PlanError for what is no MegatronModule, and for options with which another layout would
+    compute something else.
     """
     chunks = []
     for number in range(layout.vpp):
         with draws.NoDraws() as mode:
             context = BuildContext(layout, at, groups, number)
             module = recipe.build(context)
+        refuse_other_kinds(module)
         refuse_options(module, layout)
         if not context.is_first_stage:
             dropout.refuse_unnumbered(module)

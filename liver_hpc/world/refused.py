@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
 
 from liver_hpc.errors import PlanError
 from liver_hpc.layout.coordinates import Layout
@@ -45,6 +47,18 @@ _DISCARDING = frozenset({"layernorm", "moe_act", "mla_up_proj"})
 """What selective recomputation discards the output of, and not the inside."""
 
 
+def refuse_other_kinds(module: Any) -> None:
+    """Raises PlanError for what is no model of Megatron's, such as a plain torch module."""
+    config = getattr(module, "config", None)
+    if not isinstance(module, MegatronModule) or not isinstance(config, TransformerConfig):
+        of = f" with a {type(config).__name__}" if config is not None else ""
+        raise PlanError(
+            f"build gave a {type(module).__name__}{of}, wanted a MegatronModule with a "
+            "TransformerConfig: a plain torch module becomes one as an attribute of such, whose "
+            "forward calls it"
+        )
+
+
 def refuse_options(module: torch.nn.Module, layout: Layout) -> None:
     """Raises PlanError for options and layers of a seat's model, as a recipe built it, with which
     training would not be the same in another layout."""
@@ -61,9 +75,10 @@ def refuse_dtypes(module: Any) -> None:
     for name, tensor in state_tensors(module).items():
         if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:
             if tensor.dtype != wanted:
-                raise PlanError(
-                    f"{name} is {tensor.dtype}, where all that is trained is to be {wanted}"
-                )
+                told = f"{name} is {tensor.dtype}, where all that is trained is to be {wanted}"
+                if tensor.dtype == torch.bfloat16:
+                    told += "; with bf16=True in the TransformerConfig all of it is bf16"
+                raise PlanError(told)
         elif tensor.element_size() > _WIDEST_BYTES:
             raise PlanError(f"{name} is {tensor.dtype}: elements have at most 8 bytes")
 

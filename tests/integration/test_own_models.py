@@ -188,8 +188,37 @@ def test_what_is_recomputed_or_empty_is_no_state(part: Callable[[], Any], device
 def test_what_is_trained_has_one_precision(device: Any) -> None:
     head = torch.nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
     recipe = Toy(lambda _: {"body": linear(), "head": head})
-    with pytest.raises(PlanError, match=r"head\.weight is torch\.bfloat16, .* torch\.float32"):
+    told = r"head\.weight is torch\.bfloat16, .* torch\.float32; with bf16=True in the Transf"
+    with pytest.raises(PlanError, match=told):
         derived(recipe, "dp1")
+
+
+def test_a_plain_torch_module_is_told_what_is_wanted() -> None:
+    """The first thing that is tried: it may have a `config` of its own kind, or of Megatron's."""
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import MegatronModule
+
+    class Given(Toy):
+        def build(self, context: BuildContext) -> Any:
+            return self.parts(context)
+
+    def with_config(config: Any) -> torch.nn.Module:
+        made: Any = linear()
+        made.config = config
+        return made
+
+    megatron = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    wrong: dict[str, Callable[[], Any]] = {
+        "NoneType": lambda: None,
+        "Linear": linear,
+        "Linear with a dict": lambda: with_config({"width": 8}),
+        "Linear with a TransformerConfig": lambda: with_config(megatron),
+        "MegatronModule with a dict": lambda: MegatronModule({"width": 8}),
+    }
+    for name, make in wrong.items():
+        told = f"build gave a {name}, wanted a MegatronModule with a TransformerConfig: "
+        with pytest.raises(PlanError, match=told):
+            derived(Given(lambda _, make=make: make()), "dp1")
 
 
 def test_a_buffer_whose_elements_are_too_wide_is_refused_by_name(device: Any) -> None:
