@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -80,6 +81,7 @@ def check_model(config: RunConfig, tell: Callable[[str], None]) -> bool:
         verdict = "the same" if near else f"ANOTHER MODEL (at most {limit:g} apart is the same)"
         tell(f"{layout}: at most {apart:.2g} apart: {verdict}")
         equal &= near
+    tell(f"what these runs have logged is in {_runs_of(config)}")
     return equal
 
 
@@ -142,11 +144,15 @@ def _alone(config: RunConfig, layout: Layout) -> RunConfig:
     """A short run that has this layout only, in a directory of its own beside other runs."""
     values = config.model_dump()
     workers = layout.workers
-    values["runs_directory"] = config.runs_directory / "check-model"
+    values["runs_directory"] = _runs_of(config)
     values["schedule"]["decay_steps"] = decay_steps(config.schedule, config.train)
     values["train"]["steps"] = STEPS
     values["workers"] = {"initial": workers, "max": workers}
     values["layouts"] = {workers: [LayoutSection.of(layout).model_dump()]}
     values["notices"], values["eval"] = [], None
-    values["checkpoint"] = {}  # what the run itself saves is its own
+    values["checkpoint"] = {"every_steps": None}  # nobody goes on from these
     return RunConfig.model_validate(values)
+
+
+def _runs_of(config: RunConfig) -> Path:
+    return config.runs_directory / "check-model"

@@ -13,6 +13,7 @@ from liver_hpc.cli.check_model import Trained, check_model
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Layout
+from liver_hpc.run.directory import runs_in
 from tests.integration.runs import run_config
 
 pytestmark = pytest.mark.timeout(300)
@@ -91,6 +92,7 @@ def test_layouts_of_every_axis_are_compared_each_at_its_least(
         (count,) = check._alone(config, layout).worker_counts
         assert check._alone(config, layout).allowed_layouts(count) == [layout]
         assert check._alone(config, layout).schedule.decay_steps == config.train.steps
+        assert check._alone(config, layout).checkpoint.every_steps is None
         return Trained(layout, (1.0, 2.0 + 1e-6 * len(trained)))
 
     monkeypatch.setattr(check, "_train", train)
@@ -102,7 +104,8 @@ def test_layouts_of_every_axis_are_compared_each_at_its_least(
     said: list[str] = []
     assert check_model(config, said.append)
     assert trained == ["tp1 pp1 dp1", "tp1 pp2 dp1", "tp1 pp2 dp1 vpp2", "tp2 pp1 dp1"]
-    assert len(said) == 4
+    assert len(said) == 5
+    assert said[-1].endswith(f" {tmp_path / 'runs' / 'check-model'}")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -118,7 +121,7 @@ def test_what_trains_to_no_number_is_another_model(
         )
         said: list[str] = []
         assert not check_model(run_config(tmp_path, 10, layouts={2: {"tp": 2}}), said.append)
-        assert "ANOTHER MODEL" in said[-1]
+        assert "ANOTHER MODEL" in said[-2]
 
 
 def test_what_is_too_large_for_this_machine_is_told_before_anything_is_trained(
@@ -167,5 +170,8 @@ def test_blocks_that_are_declared_as_one_are_found(
         assert check_model(gated(tmp_path, kind), said.append) is equal
     finally:
         sys.modules.pop("gated", None)
-    assert [line.partition(":")[0] for line in said] == ["tp1 pp1 dp1", "tp2 pp1 dp1"]
+    assert [line.partition(":")[0] for line in said[:2]] == ["tp1 pp1 dp1", "tp2 pp1 dp1"]
     assert said[1].endswith(": the same") is equal
+    runs, _ = runs_in(tmp_path / "runs" / "check-model")
+    assert len(runs) == 2
+    assert not [path for run in runs for path in run.path.rglob("iter_*")]
