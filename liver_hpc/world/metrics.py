@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from liver_hpc.errors import PlanError
+from liver_hpc.recipes.base import LossFunction, Recipe
 
 Reported = dict[str, torch.Tensor]
 """What a recipe tells of a micro-batch; see `Recipe.loss`."""
@@ -20,6 +22,44 @@ Sums = Mapping[str, tuple[float, float]]
 """Of each metric on one worker: a sum, and what the mean of it is over."""
 
 OF_LOSS = ("loss", "tokens")
+
+
+def of_forward(recipe: Recipe, given: Any) -> tuple[Any, LossFunction]:
+    """What `Recipe.loss` gave: output and loss function. Raises PlanError for anything else."""
+    match given:
+        case (output, function):
+            return output, function
+    raise _wrong(recipe, "loss", given)
+
+
+def of_micro_batch(recipe: Recipe, given: Any) -> tuple[torch.Tensor, Reported]:
+    """What the loss function gave. Raises PlanError for anything but a loss and what is reported,
+    that loss by name."""
+    match given:
+        case (torch.Tensor() as loss, {"loss": told}) if loss.numel() == 1:
+            if torch.as_tensor(told).numel() == 1:
+                return loss, given[1]
+    raise _wrong(recipe, "the function that loss gives", given)
+
+
+def _wrong(recipe: Recipe, who: str, given: Any) -> PlanError:
+    return PlanError(
+        f"recipe {type(recipe).__name__}: {who} gave {_kind(given)}, wanted of loss (output, "
+        'function of the output), and of that function (mean loss, {"loss": detached mean loss})'
+    )
+
+
+def _kind(given: Any) -> str:
+    """In few words."""
+    match given:
+        case torch.Tensor():
+            return f"a tensor of shape {[*given.shape]}"
+        case {}:
+            told = [f"{name!r}: {_kind(value)}" for name, value in given.items()]
+            return f"{{{', '.join(told)}}}"
+        case tuple() | list():
+            return f"({', '.join(map(_kind, given))})"
+    return type(given).__name__
 
 
 def kept(reported: Reported) -> Reported:

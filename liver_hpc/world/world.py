@@ -356,12 +356,13 @@ class World:
         micro_batch, samples = next(micro_batches)
         thread.here.micro_batch = micro_batch
         begun = self.forward_times.begin(model)
-        output, loss_function = self.recipe.loss(model, samples)
+        given = self.recipe.loss(model, samples)
+        output, loss_function = metrics.of_forward(self.recipe, given)
         self.forward_times.end(begun)
         thread.recall_in_backward(output)
 
         def weighted(stage_output: torch.Tensor) -> tuple[Any, ...]:
-            loss, reported = loss_function(stage_output)
+            loss, reported = metrics.of_micro_batch(self.recipe, loss_function(stage_output))
             if not micro_batch.padding:
                 losses.append(metrics.kept(reported))
             if micro_batch.weight != 1.0:

@@ -782,6 +782,31 @@ def test_noise_that_is_not_seeded_is_refused_by_the_rehearsal(
     world.close()
 
 
+class Plainly(RandomTokenGPT):
+    """Gives the loss itself, as in a plain loop; or its loss function does."""
+
+    inside = False
+
+    def loss(self, model: Any, samples: Any) -> Any:
+        output, _ = super().loss(model, samples)
+        return (output, torch.mean) if self.inside else output.mean()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_loss_without_what_belongs_to_it_is_told_what_is_wanted(
+    inside: bool, device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Plainly, "inside", inside)
+    config = tiny_config()
+    recipe = Plainly(GPTConfig.model_validate(config.model), config)
+    recipe.open(Path())
+    world = build_world(recipe, device)
+    who = "the function that loss gives" if inside else "loss"
+    with pytest.raises(PlanError, match=rf"Plainly: {who} gave a tensor of shape \[\], wanted of"):
+        world.warm_up()
+    world.close()
+
+
 class Checking(RandomTokenGPT):
     """Looks at what it computes, as scripts do."""
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
 
 from liver_hpc.errors import PlanError
-from liver_hpc.world.metrics import in_order, kept, means, summed
+from liver_hpc.world.metrics import in_order, kept, means, of_forward, of_micro_batch, summed
+from tests.fakes import TinyRecipe
 
 
 def test_means_weigh_as_the_loss_does_and_sums_by_what_they_are_over() -> None:
@@ -45,3 +47,35 @@ def test_a_view_of_the_loss_stays_what_it_was() -> None:
         "view": 2.0,
         "number": 3.0,
     }
+
+
+ONE, TWO = torch.tensor(1.0), torch.ones(2)
+
+
+def test_what_loss_gives_wrongly_is_refused_with_what_is_wanted() -> None:
+    """As in a plain loop of torch's, or in Megatron's scripts."""
+    recipe = object.__new__(TinyRecipe)
+    wanted = r", wanted of loss \(output, .*, and of that function \(mean loss, \{.loss.: "
+    for given, said in ((ONE, "a tensor of shape []"), (None, "NoneType"), ((ONE,), "(a tensor")):
+        with pytest.raises(PlanError, match=rf"TinyRecipe: loss gave {re.escape(said)}.*{wanted}"):
+            of_forward(recipe, given)
+    wrong = [
+        (ONE, "a tensor of shape []"),
+        (TWO, "a tensor of shape [2]"),
+        ((ONE, ONE), "(a tensor of shape [], a tensor of shape [])"),
+        ((1.0, {"loss": ONE}), "(float, {'loss': a tensor of shape []})"),
+        ((ONE, {"lm loss": ONE}), "(a tensor of shape [], {'lm loss': a tensor of shape []})"),
+        ((TWO, {"loss": ONE}), "(a tensor of shape [2], {'loss': a tensor of shape []})"),
+        ((ONE, {"loss": TWO}), "(a tensor of shape [], {'loss': a tensor of shape [2]})"),
+    ]
+    for given, said in wrong:
+        told = rf"TinyRecipe: the function that loss gives gave {re.escape(said)}{wanted}"
+        with pytest.raises(PlanError, match=told):
+            of_micro_batch(recipe, given)
+
+
+def test_what_loss_gives_rightly_is_taken_as_it_is() -> None:
+    recipe = object.__new__(TinyRecipe)
+    assert of_forward(recipe, (ONE, None)) == (ONE, None)  # of a stage that is not the last
+    for given in ((ONE, {"loss": 1.0}), (ONE.view(1), {"loss": ONE, "tokens": TWO})):
+        assert of_micro_batch(recipe, given) == given
