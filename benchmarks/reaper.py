@@ -1,4 +1,4 @@
-"""What a benchmark has started ends with it, also when it is killed: `python -m benchmarks.reaper`.
+"""What a benchmark started ends with it when it fails or is killed: `python -m benchmarks.reaper`.
 
 Runs outlive terminals, and processes that are compared stand still while others are measured: of
 a benchmark that is killed both would stay for ever. A process beside it waits for its end.
@@ -24,7 +24,8 @@ _KILL_S = 30.0
 
 @contextlib.contextmanager
 def nothing_outlives() -> Iterator[None]:
-    """What is started inside is killed when this process dies before it has left the block."""
+    """What is started inside is killed when an exception leaves the block, Ctrl-C's too, or this
+    process dies inside it."""
     value, before = secrets.token_hex(8), os.environ.get(MARK)
     reaper = Child(
         Command(
@@ -39,6 +40,9 @@ def nothing_outlives() -> Iterator[None]:
     os.environ[MARK] = value
     try:
         yield
+    except BaseException:
+        kill_marked(MARK, value, _KILL_S)
+        raise
     finally:
         if before is None:
             del os.environ[MARK]

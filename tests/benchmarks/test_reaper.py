@@ -50,6 +50,23 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
+def test_what_one_has_started_that_fails_or_is_interrupted_is_killed() -> None:
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    children = []
+
+    def interrupted() -> None:
+        with nothing_outlives():
+            children.append(subprocess.Popen(sleep, start_new_session=True))  # as a coordinator
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    try:
+        assert children[0].wait(10.0) == -signal.SIGKILL
+    finally:
+        children[0].kill()
+
+
 def test_of_one_that_ends_what_it_keeps_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MARK, "another's")
     with nothing_outlives():
