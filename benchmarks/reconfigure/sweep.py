@@ -161,14 +161,14 @@ class Sweep(Section):
             raise ConfigError(f"run of {size}: {where}: {first['msg']}") from error
 
     def fingerprint(self) -> str:
-        """Of all that a measured cell depends on, the code too; not of how many there are, nor of
-        where."""
+        """Of all that a measured cell depends on, the code and a task's `slurm` section too; not of
+        how many there are, nor of where."""
         parts = self.model_dump_json(
             include={
                 *("models", "start", "transitions", "settle_steps", "page_cache", "run"),
                 *("cores", "testbed", "variants"),
             }
-        )
+        ) + self.slurm.model_dump_json(exclude={"parallel", "timeout_min"})
         return hashlib.blake2b((software_digest() + parts).encode(), digest_size=8).hexdigest()
 
 

@@ -356,6 +356,16 @@ def test_rows_of_another_sweep_are_not_taken(sweep: Sweep) -> None:
     assert Rows(other).of(cell) is None
 
 
+def test_rows_of_tasks_with_other_settings_are_not_taken(sweep: Sweep) -> None:
+    cell = next(cells(sweep))
+    Rows(sweep).keep(cell, [row()], 1.0)
+    for changes in ({"setup": ["module load nccl"]}, {"gpus_per_node": 8}, {"partition": "b"}):
+        other = sweep.model_copy(update={"slurm": ArraySection.model_validate(changes)})
+        assert Rows(other).of(cell) is None, changes
+    quicker = sweep.model_copy(update={"slurm": ArraySection(parallel=4, timeout_min=60)})
+    assert Rows(quicker).of(cell) is not None
+
+
 def test_rows_of_other_code_are_not_taken(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
     cell = next(cells(sweep))
     Rows(sweep).keep(cell, [row()], 1.0)
