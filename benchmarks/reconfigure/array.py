@@ -115,6 +115,8 @@ def _parameters(sweep: Sweep) -> dict[str, Any]:
     }
     if section.partition is not None:
         given["partition"] = section.partition
+    if section.node is not None:
+        given["nodelist"] = section.node
     if section.gpus_per_node:
         given["gpus_per_node"] = section.gpus_per_node
     return given

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import socket
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -110,7 +111,8 @@ def measure(sweep: Sweep, cell: Cell, array: int = 0) -> None:
     except Exception as error:
         Rows(sweep).failed(cell, f"{type(error).__name__}: {error}")
         raise
-    kept = [{**row, "variant": cell.variant, "array": array} for row in rows]
+    where = {"variant": cell.variant, "array": array, "host": socket.gethostname()}
+    kept = [{**row, **where} for row in rows]
     Rows(sweep).keep(cell, kept, time.monotonic() - begun_s)
 
 

@@ -232,6 +232,7 @@ def result(
         samples=rows,
         method={
             **_method(sweep, max((row.get("array", 0) for row in rows), default=0)),
+            **_nodes(rows),
             **({"machine": machine_kind(machine)} if machine else {}),
         },
         spread={
@@ -243,6 +244,24 @@ def result(
         repeats=min((m.lost_s.count for m in found), default=0),
         machine=machine,
     )
+
+
+def _nodes(rows: Sequence[Row]) -> dict[str, str]:
+    """Words where cells were on several nodes."""
+    hosts: dict[tuple[str, str, int], set[str]] = {}
+    for row in rows:
+        hosts.setdefault((row["variant"], row["size"], row["round"]), set()).add(
+            row.get("host", "")
+        )
+    named = sorted(set().union(*hosts.values()))
+    if len(named) < 2:
+        return {}
+    apart = sum(len(each) > 1 for each in hosts.values())
+    return {
+        "nodes": f"cells were on {', '.join(named)}; in {apart} of {len(hosts)} rounds of a size "
+        "the methods that are compared were not all on one node, so that their ratios, and the "
+        "spread of these, are also those of nodes; slurm.node keeps all cells to one"
+    }
 
 
 def _method(sweep: Sweep, array: int) -> dict[str, str]:

@@ -39,11 +39,14 @@ class Transition(Section):
 class ArraySection(Section):
     """How cells become a Slurm job array: one task a cell, on a node of its own.
 
-    parallel: tasks at a time, on nodes of one kind; with several, restarts share the storage of
-    `directory`, which no handoff uses, and cells do not take turns.
+    node: the one that all cells are measured on; null: any, so that a handoff and its restart may
+    be on different ones, as the result then says. parallel: tasks at a time, on nodes of one kind;
+    with several, restarts share the storage of `directory`, which no handoff uses, and cells do not
+    take turns.
     """
 
     partition: str | None = None
+    node: str | None = None
     cpus_per_task: PositiveInt = 2
     gpus_per_node: NonNegativeInt = 0
     timeout_min: PositiveInt = 30

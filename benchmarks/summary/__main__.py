@@ -26,7 +26,7 @@ VERSIONS = ("torch", "megatron-core")
 
 WORDS = (
     *("lost time", "cost", "restart", "exists", "warm", "floor"),
-    *("array", "cores", "variants", "storage", "links"),
+    *("array", "nodes", "cores", "variants", "storage", "links"),
 )
 
 Result = Mapping[str, Any]

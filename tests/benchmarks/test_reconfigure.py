@@ -347,6 +347,35 @@ def test_the_result_says_how_many_tasks_of_an_array_ran_at_a_time(
     assert ("shared the storage" in words.get("array", "")) == (parallel > 1)
 
 
+def test_the_result_names_the_nodes_that_compared_cells_were_on(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = iter(["n1", "n2", "n2", "n2"])
+    monkeypatch.setattr("benchmarks.reconfigure.cells.socket.gethostname", lambda: next(hosts))
+    for name, method in (("live", "live"), ("restarts", RESTART)):
+        monkeypatch.setattr(
+            f"benchmarks.reconfigure.{name}.measure",
+            lambda _sweep, cell, method=method: [row(method=method, round=cell.round)],
+        )
+    wanted = [
+        Cell(size="25m", method=method, round=number)
+        for number in range(2)
+        for method in ("live", RESTART)
+    ]
+    for cell in wanted:
+        measure_cell(sweep, cell)
+    found = result(sweep, Rows(sweep).all_of(wanted))
+    assert [each["host"] for each in found.samples] == ["n1", "n2", "n2", "n2"]
+    assert "cells were on n1, n2; in 1 of 2 rounds of a size" in found.method["nodes"]
+    assert "nodes" not in result(sweep, Rows(sweep).all_of(wanted[2:])).method
+
+
+def test_all_tasks_are_on_the_node_that_is_named(sweep: Sweep) -> None:
+    assert "nodelist" not in array._parameters(sweep)
+    one = sweep.model_copy(update={"slurm": ArraySection(node="n1")})
+    assert array._parameters(one)["nodelist"] == "n1"
+
+
 def test_rows_of_another_sweep_are_not_taken(sweep: Sweep) -> None:
     cell = next(cells(sweep))
     Rows(sweep).keep(cell, [row()], 1.0)
