@@ -14,7 +14,7 @@ import os
 import platform
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -34,6 +34,9 @@ from liver_hpc.run.records import RunRecords
 
 Value = TypeVar("Value")
 Row = Mapping[str, Any]
+
+QUICK = "quick"
+"""In a result's method: it is no measurement, but shows that the benchmark works."""
 
 _PACKAGES = ("liver_hpc", "torch", "megatron-core", "numpy", "h5py")
 _OURS = (Path(liver_hpc.__file__).parent, Path(__file__).parent)
@@ -181,15 +184,18 @@ def parser(name: str, description: str) -> argparse.ArgumentParser:
     return options
 
 
-def reported(measure: Callable[[], BenchmarkResult], json_path: Path | None) -> int:
+def reported(measure: Callable[[], BenchmarkResult], given: argparse.Namespace) -> int:
     """Measures and reports; the exit code. What went wrong is one line on stderr, and code 1.
 
-    What `measure` starts does not outlive this process.
+    What `measure` starts does not outlive this process. given: what `parser` has read; a quick
+    result says so.
     """
     try:
         with nothing_outlives():
             result = measure()
-        report(result, json_path)
+        if given.quick:
+            result = replace(result, method={**result.method, QUICK: "the smallest sizes"})
+        report(result, given.json)
     except LiverError as error:
         Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False)
         return 1

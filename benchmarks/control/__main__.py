@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.add_argument("--workers", type=_workers, help=f"default {WORKERS}")
     given = options.parse_args(arguments)
     workers = given.workers or (QUICK_WORKERS if given.quick else WORKERS)
-    return reported(lambda: run(workers, 1 if given.quick else 5), given.json)
+    return reported(lambda: run(workers, 1 if given.quick else 5), given)
 
 
 def _workers(text: str) -> int:

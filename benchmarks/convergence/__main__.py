@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser("convergence", "the loss of a run with many handoffs against a fixed one")
     given = options.parse_args(arguments)
     scale = QUICK if given.quick else FULL
-    return reported(lambda: run(scale), given.json)
+    return reported(lambda: run(scale), given)
 
 
 def run(scale: Scale) -> BenchmarkResult:

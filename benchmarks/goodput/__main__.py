@@ -226,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser("goodput", "progress while workers come and go").parse_args(arguments)
     scale = QUICK if given.quick else FULL
     kinds = {"live": partial(live_run, scale), "restart": partial(restarting_run, scale)}
-    return reported(lambda: result(scale, interleaved(kinds, scale.rounds)), given.json)
+    return reported(lambda: result(scale, interleaved(kinds, scale.rounds)), given)
 
 
 if __name__ == "__main__":

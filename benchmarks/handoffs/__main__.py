@@ -58,7 +58,7 @@ class Sample:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = parser("handoffs", "what stays of many handoffs").parse_args(arguments)
-    return reported(lambda: run(QUICK if given.quick else Scale()), given.json)
+    return reported(lambda: run(QUICK if given.quick else Scale()), given)
 
 
 def run(scale: Scale) -> BenchmarkResult:

@@ -38,7 +38,7 @@ METHOD = {
 def main(arguments: list[str] | None = None) -> int:
     options = parser("memory", __doc__ or "").parse_args(arguments)
     model, transitions = (MODEL_QUICK, TRANSITIONS[:1]) if options.quick else (MODEL, TRANSITIONS)
-    return reported(lambda: run(model, transitions), options.json)
+    return reported(lambda: run(model, transitions), options)
 
 
 def run(model: Mapping[str, Any], transitions: Sequence[tuple[str, str]]) -> BenchmarkResult:

@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     chosen = options.parse_args(arguments)
     effort = QUICK if chosen.quick else Effort()
-    return reported(lambda: run(effort, chosen.only), chosen.json)
+    return reported(lambda: run(effort, chosen.only), chosen)
 
 
 def run(effort: Effort, systems: Sequence[str] = SYSTEMS) -> BenchmarkResult:

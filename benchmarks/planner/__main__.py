@@ -74,7 +74,7 @@ QUICK = Effort(
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser("planner", __doc__ or "").parse_args(arguments)
-    return reported(lambda: run(QUICK if options.quick else Effort()), options.json)
+    return reported(lambda: run(QUICK if options.quick else Effort()), options)
 
 
 def run(effort: Effort) -> BenchmarkResult:

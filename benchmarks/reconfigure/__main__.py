@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         machine = rows.check_machine(wanted)
         return result(sweep, rows.all_of(wanted), machine, rows.failures(wanted))
 
-    return reported(measured, given.json)
+    return reported(measured, given)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--repeats", type=int, help="of every loss; 5 unless said")
     given = options.parse_args(arguments)
     repeats = given.repeats or (1 if given.quick else 5)
-    return reported(lambda: run(given.sizes, repeats, given.quick), given.json)
+    return reported(lambda: run(given.sizes, repeats, given.quick), given)
 
 
 def run(sizes: Sequence[str] | None, repeats: int, quick: bool) -> BenchmarkResult:

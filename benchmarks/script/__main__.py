@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = options.parse_args(arguments)
     checkout = given.megatron_lm.absolute()
     effort = QUICK if given.quick else Effort()
-    return reported(lambda: run(checkout, effort), given.json)
+    return reported(lambda: run(checkout, effort), given)
 
 
 def run(checkout: Path, effort: Effort) -> BenchmarkResult:

@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.add_argument("runs", nargs="*", type=Path, metavar="RUN")
     given = options.parse_args(arguments)
     effort = QUICK if given.quick else Effort()
-    return reported(lambda: run(measured_in(given.runs, effort), effort), given.json)
+    return reported(lambda: run(measured_in(given.runs, effort), effort), given)
 
 
 def measured_in(runs: Sequence[Path], effort: Effort) -> list[Measured]:

@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--seed", type=int, default=SEED, help=f"of what is drawn; {SEED}")
     given = options.parse_args(arguments)
     events = given.events or (QUICK_EVENTS if given.quick else EVENTS)
-    return reported(lambda: run(events, given.seed), given.json)
+    return reported(lambda: run(events, given.seed), given)
 
 
 def run(events: int, seed: int) -> BenchmarkResult:

@@ -103,7 +103,7 @@ class Block:
 def main(arguments: list[str] | None = None) -> int:
     options = parser("steady_state", __doc__ or "").parse_args(arguments)
     effort = QUICK if options.quick else ON_A_GPU if torch.cuda.is_available() else Effort()
-    return reported(lambda: run(effort), options.json)
+    return reported(lambda: run(effort), options)
 
 
 def run(effort: Effort) -> BenchmarkResult:

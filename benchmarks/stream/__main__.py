@@ -53,11 +53,9 @@ METHOD = {
 def main(arguments: list[str] | None = None) -> int:
     options = parser("stream", __doc__ or "").parse_args(arguments)
     if options.quick:
-        return reported(
-            lambda: run(transfers(SMALL, SMALL_HANDOFF), (), QUICK_REPEATS), options.json
-        )
+        return reported(lambda: run(transfers(SMALL, SMALL_HANDOFF), (), QUICK_REPEATS), options)
     measured, tight = transfers(LARGE, HandoffSection()), transfers(LARGE, TIGHT_HANDOFF)
-    return reported(lambda: run(measured, tight, REPEATS), options.json)
+    return reported(lambda: run(measured, tight, REPEATS), options)
 
 
 def run(measured: Sequence[Transfer], tight: Sequence[Transfer], repeats: int) -> BenchmarkResult:

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.baseline.methods import Method
 from benchmarks.baseline.phases import EXISTS
-from benchmarks.harness import figure_text
+from benchmarks.harness import QUICK, figure_text
 from benchmarks.summary.transitions import tables
 from benchmarks.summary.words import FIGURES
 from liver_hpc.errors import ConfigError
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_result(path: Path) -> Result:
-    """A benchmark's JSON. Raises ConfigError."""
+    """A benchmark's JSON. Raises ConfigError, also where it was made with --quick."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -58,6 +58,8 @@ def read_result(path: Path) -> Result:
     missing = [key for key in ("name", "figures", "machine", "date", "rows") if key not in found]
     if missing:
         raise ConfigError(f"{path}: wanted a benchmark's result, it has no {missing[0]!r}")
+    if QUICK in found.get("method", {}):
+        raise ConfigError(f"{path}: wanted a measurement, it was made with --quick")
     return dict(found)
 
 
@@ -74,17 +76,26 @@ def replaced(page: Path, text: str) -> str:
 
 
 def section(results: Sequence[Result]) -> str:
-    """Where and when, the comparison with restarts, transitions, then one line a figure."""
-    parts = [_where(results)]
-    parts += [_comparison(each) for each in results if each["name"].startswith("reconfigure")]
-    parts += [tables(result["rows"]) for result in results if result["name"] == "transitions"]
-    parts.append(_figures(results))
+    """Where and when, the comparison with restarts, transitions, then one line a figure. Raises
+    ConfigError for two results of one benchmark, which nobody could tell apart."""
+    names = [result["name"] for result in results]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"wanted one result of each benchmark, got several: {sorted(twice)}")
+    where, marks = _where(results)
+    parts = [where]
+    for result, mark in zip(results, marks, strict=True):
+        if result["name"].startswith("reconfigure"):
+            parts.append(_comparison(result) + mark)
+        elif result["name"] == "transitions":
+            parts.append(tables(result["rows"]) + (f"\n\n{mark.strip()}" if mark else ""))
+    parts.append(_figures(results, marks))
     return "\n\n".join(parts)
 
 
-def _where(results: Sequence[Result]) -> str:
-    """Machines and days; results of different machines say so."""
-    lines = []
+def _where(results: Sequence[Result]) -> tuple[str, list[str]]:
+    """Machines and days, and of each result which of these are its own, where there are several."""
+    lines: list[str] = []
+    indices = []
     for result in results:
         facts = dict(result["machine"])
         facts["memory_bytes"] = f"{facts['memory_bytes'] / 2**30:.0f} GiB"
@@ -94,7 +105,11 @@ def _where(results: Sequence[Result]) -> str:
         line = f"{', '.join(named)}; {result['date'][:10]}"
         if line not in lines:
             lines.append(line)
-    return "Measured on: " + ". And on: ".join(lines) + "."
+        indices.append(lines.index(line))
+    if len(lines) == 1:
+        return f"Measured on: {lines[0]}.", [""] * len(results)
+    said = ". And on: ".join(f"({number}) {line}" for number, line in enumerate(lines, start=1))
+    return f"Measured on: {said}.", [f" Measured on ({index + 1})." for index in indices]
 
 
 def _comparison(result: Result) -> str:
@@ -155,11 +170,11 @@ def _spread(spread: Mapping[str, float]) -> str:
     return f"{spread['median']:.3g} ({spread['low']:.3g} to {spread['high']:.3g})"
 
 
-def _figures(results: Sequence[Result]) -> str:
+def _figures(results: Sequence[Result], marks: Sequence[str]) -> str:
     """A line for every figure that there are words for, in their order."""
     lines = ["| figure | value | low to high | what it says |", "| --- | --- | --- | --- |"]
     for benchmark, figures in FIGURES.items():
-        for result in results:
+        for result, mark in zip(results, marks, strict=True):
             if result["name"] != benchmark:
                 continue
             for figure, words in figures.items():
@@ -168,6 +183,7 @@ def _figures(results: Sequence[Result]) -> str:
                     continue
                 spread = result["spread"].get(figure)
                 wide = "" if spread is None else _wide(spread)
+                words += mark and f".{mark}"
                 lines.append(f"| `{figure}` | {figure_text(value)} | {wide} | {words} |")
     return "\n".join(lines)
 

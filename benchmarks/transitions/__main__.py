@@ -49,7 +49,7 @@ METHOD = {
 def main(arguments: list[str] | None = None) -> int:
     options = parser("transitions", __doc__ or "").parse_args(arguments)
     families = quick(FAMILIES) if options.quick else FAMILIES
-    return reported(lambda: run(families), options.json)
+    return reported(lambda: run(families), options)
 
 
 def run(families: Sequence[Family]) -> BenchmarkResult:

@@ -71,7 +71,7 @@ QUICK = Effort(3, 64, (Cell(1, 1), Cell(1, 4), Cell(2, 2), Cell(2, 8), Cell(2, 3
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser("uneven", "what seven of eight workers keep of the throughput")
     given = options.parse_args(arguments)
-    return reported(lambda: run(QUICK if given.quick else FULL), given.json)
+    return reported(lambda: run(QUICK if given.quick else FULL), given)
 
 
 def run(effort: Effort) -> BenchmarkResult:

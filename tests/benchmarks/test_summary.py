@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.harness import BenchmarkResult, write_json
+from benchmarks.harness import BenchmarkResult, reported, write_json
 from benchmarks.reconfigure.figures import result
 from benchmarks.reconfigure.sweep import load_sweep
 from benchmarks.summary.__main__ import BEGIN, END, main
@@ -85,6 +86,47 @@ def test_a_page_without_the_lines_is_left_alone(sweep_json: Path, tmp_path: Path
     page.write_text("# Mine\n", encoding="utf-8")
     assert main([str(sweep_json), "--page", str(page)]) == 2
     assert page.read_text(encoding="utf-8") == "# Mine\n"
+
+
+def written(path: Path, name: str, quick: bool = False, **machine: object) -> Path:
+    """A benchmark's result, as its command leaves it."""
+    facts: Any = {"processor": "EPYC", "cores": 64, "memory_bytes": 2**40, **machine}
+    found = BenchmarkResult(name, dict.fromkeys(FIGURES[name], 1.0), machine=facts)
+    assert reported(lambda: found, Namespace(quick=quick, json=path)) == 0
+    return path
+
+
+def test_what_was_made_with_quick_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(written(tmp_path / "g.json", "goodput"))]) == 0
+    assert main([str(written(tmp_path / "q.json", "goodput", quick=True))]) == 2
+    assert "q.json: wanted a measurement, it was made with --quick" in capsys.readouterr().err
+
+
+def test_each_figure_says_on_which_of_several_machines_it_was_measured(
+    sweep_json: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    goodput = written(tmp_path / "g.json", "goodput", processor="Xeon")
+    stream = written(tmp_path / "s.json", "stream")
+    capsys.readouterr()
+    assert main([str(goodput), str(stream), str(sweep_json)]) == 0
+    text = capsys.readouterr().out
+    assert "Measured on: (1) Xeon" in text
+    assert "And on: (2) EPYC" in text
+    lines = [line for line in text.splitlines() if line.startswith("| `")]
+    for name, number in (("goodput_live", 1), ("link_share", 2), ("speedup_min", 3)):
+        (line,) = (line for line in lines if line.startswith(f"| `{name}` |"))
+        assert line.endswith(f". Measured on ({number}). |")
+    assert text.count("Measured on (3).") == 1 + sum("(3)" in line for line in lines)
+
+
+def test_two_results_of_one_benchmark_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [str(written(tmp_path / f"{name}.json", "goodput")) for name in "ab"]
+    assert main(paths) == 2
+    assert "one result of each benchmark, got several: ['goodput']" in capsys.readouterr().err
 
 
 def figures_of(benchmark: str, document: dict[str, Any]) -> set[str]:
