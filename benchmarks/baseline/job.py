@@ -12,6 +12,7 @@ from benchmarks.baseline.phases import Restart, RestartTimes, as_if_saved_before
 from benchmarks.baseline.workers import Start, Surroundings, Workers
 from liver_hpc.clock import Clock, SystemClock
 from liver_hpc.config.load import load_run
+from liver_hpc.coordinator.main import attributes_of
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol.votes import Side, disagreements
@@ -22,10 +23,12 @@ from liver_hpc.run.records import RunRecords, StepRecord
 
 
 class RestartJob:
-    """Workers of one layout after the other; a context manager that leaves nothing behind.
+    """Workers of one layout after the other; a context manager that leaves no worker and no
+    checkpoint, unless it is killed itself.
 
-    `run_directory` holds run.yaml; at the end metrics.h5 gets every step, a restart's target being
-    the next generation, and every restart twice: as it was, and as if the checkpoint had existed.
+    `run_directory` holds run.yaml; after each restart, and at the end, metrics.h5 has every step, a
+    restart's target being the next generation, and every restart twice: as it was, and as if the
+    checkpoint had existed.
     With `digests` each restart is checked to have moved the state bit by bit, which costs time that
     is counted: not for measuring.
     """
@@ -34,13 +37,14 @@ class RestartJob:
         self, run_directory: Path, digests: bool = False, around: Surroundings | None = None
     ) -> None:
         self._directory = run_directory
+        self._checkpoints = run_directory / "restarts"
         self._config = load_run(run_directory / "run.yaml")
         load_run_recipe(self._config, run_directory)  # derives what the workers read
         self._limits = self._config.deadlines
         self._digests = digests
         self._around = around or Surroundings()
         self._clock: Clock = SystemClock()
-        self._records = RunRecords([], [], [], {"name": self._config.name})
+        self._records = RunRecords([], [], [], attributes_of(self._config, run_directory))
         self._workers: Workers | None = None
         self._held: Workers | None = None
         self._generation = -1
@@ -53,6 +57,8 @@ class RestartJob:
             if workers is not None:
                 workers.kill()
         self._workers = self._held = None
+        if self._checkpoints.exists():
+            shutil.rmtree(self._checkpoints)  # of a restart that failed
         self._write_records()
 
     @property
@@ -84,7 +90,7 @@ class RestartJob:
         Raises LiverError when a worker fails, or the state that was loaded is not the saved one.
         """
         source, limits = self._running(), self._limits
-        directory = self._directory / "restarts" / str(self._generation)
+        directory = self._checkpoints / str(self._generation)
         directory.mkdir(parents=True)
         self.expect(method)
         if method is Method.MEGATRON_WARM:
@@ -134,6 +140,7 @@ class RestartJob:
         )
         self._records.baselines.append(restart.record())
         self._records.baselines.append(as_if_saved_before(restart.record()))
+        self._write_records()
         shutil.rmtree(directory)
         return restart
 

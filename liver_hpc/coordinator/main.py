@@ -100,7 +100,7 @@ def services_of(config: RunConfig, run_directory: Path, secret: bytes) -> Servic
         open_journal=lambda tell, epoch: Journal(
             run_directory / JOURNAL_FILE, tell, config.metrics.reserve_bytes, epoch=epoch
         ),
-        attributes=_attributes(config, run_directory),
+        attributes=attributes_of(config, run_directory),
     )
 
 
@@ -330,7 +330,7 @@ def _is_of(begun: Entry, here: Mapping[str, str]) -> bool:
     return all(of.get(name, value) == value for name, value in here.items())
 
 
-def _attributes(config: RunConfig, directory: Path) -> dict[str, str]:
+def attributes_of(config: RunConfig, directory: Path) -> dict[str, str]:
     """Facts about a run that belong beside its figures."""
     here = _here(directory)
     if config.cluster.kind == "slurm":  # whose coordinators may be of several machines
