@@ -24,10 +24,13 @@ from liver_hpc.host.process import CORES
 Row = dict[str, Any]
 Facts = dict[str, str | int | float]
 
+BEGUN, ENDED = "begun", "ended without a failure"
+"""Of attempts; all others have failed, as those of tasks that were killed."""
+
 
 class Rows:
     """The measured cells of a sweep in one directory, a file a cell, whole or not there; beside
-    them, what failed."""
+    them, all attempts."""
 
     def __init__(self, sweep: Sweep) -> None:
         self._sweep = sweep
@@ -71,19 +74,25 @@ class Rows:
             )
         return next(iter(facts.values()), {})
 
-    def failed(self, cell: Cell, why: str) -> None:
-        """An attempt to measure the cell."""
+    def note(self, cell: Cell, what: str) -> None:
+        """Of an attempt to measure the cell: BEGUN, then ENDED or why it has failed; who is killed
+        says no more."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        with self._failures(cell).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(why) + "\n")
+        with self._attempts(cell).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(what) + "\n")
 
     def failures(self, cells: Iterable[Cell]) -> int:
         """How many attempts to measure them have failed, also where a later one has not."""
-        paths = [path for cell in cells if (path := self._failures(cell)).exists()]
-        return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+        paths = [path for cell in cells if (path := self._attempts(cell)).exists()]
+        noted = [
+            json.loads(line)
+            for path in paths
+            for line in path.read_text(encoding="utf-8").splitlines()
+        ]
+        return noted.count(BEGUN) - noted.count(ENDED)
 
-    def _failures(self, cell: Cell) -> Path:
-        return self.directory / f"{cell.name}.failures"
+    def _attempts(self, cell: Cell) -> Path:
+        return self.directory / f"{cell.name}.attempts"
 
     def _read(self, cell: Cell) -> dict[str, Any] | None:
         try:
@@ -102,18 +111,21 @@ class Rows:
 def measure(sweep: Sweep, cell: Cell, array: int = 0) -> None:
     """Measures one cell, in an array of so many tasks at a time or in none, and keeps its rows.
     Raises LiverError when that fails."""
-    begun_s = time.monotonic()
+    begun_s, attempts = time.monotonic(), Rows(sweep)
+    attempts.note(cell, BEGUN)
     try:
         with _cores(sweep), bounded(sweep, cell):
             rows = (live if cell.method == LIVE else restarts).measure(sweep, cell)
-    except ConfigError:
-        raise  # nothing was tried
+    except (ConfigError, KeyboardInterrupt):  # nothing was tried, or it is wanted no more
+        attempts.note(cell, ENDED)
+        raise
     except Exception as error:
-        Rows(sweep).failed(cell, f"{type(error).__name__}: {error}")
+        attempts.note(cell, f"{type(error).__name__}: {error}")
         raise
     where = {"variant": cell.variant, "array": array, "host": socket.gethostname()}
     kept = [{**row, **where} for row in rows]
     Rows(sweep).keep(cell, kept, time.monotonic() - begun_s)
+    attempts.note(cell, ENDED)
 
 
 @contextlib.contextmanager

@@ -283,7 +283,8 @@ def _method(sweep: Sweep, array: int) -> dict[str, str]:
         "it, to be added where notice to first step is wanted with detection; a worker lost "
         "without a word costs both ways the same time until it is missed",
         "spread": "of a ratio: the same ratio in each round alone",
-        "failed attempts": "cells that could not be measured, and were tried again in another call",
+        "failed attempts": "cells that could not be measured, or whose task was killed or "
+        "cancelled, and which were tried again",
         "floor": f"a handoff's lost time counts as at least {LEAST_STEPS:g} step in ratios",
         "order": "all sizes, variants and methods once, then once more the other way round",
     }

@@ -317,15 +317,30 @@ def test_attempts_that_fail_are_counted_also_where_the_next_one_does_not(
     def fails(sweep: Sweep, cell: Cell) -> list[dict[str, Any]]:
         raise LiverError("a digest\nis wrong")
 
-    monkeypatch.setattr("benchmarks.reconfigure.live.measure", fails)
-    with pytest.raises(LiverError, match="a digest"):
-        measure_cell(sweep, cell)
+    def is_killed(sweep: Sweep, cell: Cell) -> list[dict[str, Any]]:
+        raise SystemExit  # nothing of ours hears of it
+
+    def is_refused(sweep: Sweep, cell: Cell) -> list[dict[str, Any]]:
+        raise ConfigError("nothing was tried")
+
+    def is_interrupted(sweep: Sweep, cell: Cell) -> list[dict[str, Any]]:
+        raise KeyboardInterrupt
+
+    for measure, error in (
+        (is_interrupted, KeyboardInterrupt),
+        (fails, LiverError),
+        (is_killed, SystemExit),
+        (is_refused, ConfigError),
+    ):
+        monkeypatch.setattr("benchmarks.reconfigure.live.measure", measure)
+        with pytest.raises(error):
+            measure_cell(sweep, cell)
     monkeypatch.setattr("benchmarks.reconfigure.live.measure", lambda *_: [row()])
     measure_cell(sweep, cell)
     rows = Rows(sweep)
-    assert rows.failures(cells(sweep)) == 1
+    assert rows.failures(cells(sweep)) == 2
     found = result(sweep, rows.all_of([cell]), NODE, rows.failures([cell]))
-    assert found.figures["failed_attempts"] == 1
+    assert found.figures["failed_attempts"] == 2
     assert found.method["machine"] == "EPYC, 64 cores, H100"
 
 
