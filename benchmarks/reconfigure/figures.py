@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -231,7 +232,7 @@ def result(
         rows=lines,
         samples=rows,
         method={
-            **_method(sweep, max((row.get("array", 0) for row in rows), default=0)),
+            **_method(sweep, rows),
             **_nodes(rows),
             **({"machine": machine_kind(machine)} if machine else {}),
         },
@@ -264,7 +265,19 @@ def _nodes(rows: Sequence[Row]) -> dict[str, str]:
     }
 
 
-def _method(sweep: Sweep, array: int) -> dict[str, str]:
+def _page_cache(rows: Sequence[Row]) -> str:
+    """What restarts found it to be, which need not be what was wanted."""
+    every = [row["page_cache"] for row in rows if "page_cache" in row]
+    found = Counter(what.partition("% ")[2] or what for what in every)  # of whatever share
+    said = "; ".join(
+        f"{what} ({count} of {len(every)})" if len(found) > 1 else what
+        for what, count in sorted(found.items())
+    )
+    return f"page cache of the node {said or 'unknown'}, that of a storage's servers as it was"
+
+
+def _method(sweep: Sweep, rows: Sequence[Row]) -> dict[str, str]:
+    array = max((row.get("array", 0) for row in rows), default=0)
     words = {
         "lost time": "end of the source's last step to the end of the target's first, less the "
         "target's median step; the same for a handoff and a restart",
@@ -273,7 +286,7 @@ def _method(sweep: Sweep, array: int) -> dict[str, str]:
         "restart": "megatron-core's dist_checkpointing, saved by all replicas in parallel, loaded "
         "by every worker for itself, as Megatron-LM does by default; after the save "
         "the workers leave at once, and the next ones are started directly: no scheduler, no "
-        f"launcher and no queue in between; page cache {sweep.page_cache}; on GPUs its workers "
+        f"launcher and no queue in between; {_page_cache(rows)}; on GPUs its workers "
         "load kernels when first launched (CUDA_MODULE_LOADING=LAZY, unless that is exported), "
         "those of a handoff all when they begin",
         "exists": "the same restart less its save: the checkpoint of that very step exists already",

@@ -58,5 +58,6 @@ def _row(
         "pause_s": record.total_s - record.first_step_s,
         "bytes": done.num_bytes,
         **phases,
+        "page_cache": done.page_cache,
         "detail": record.detail,
     }
