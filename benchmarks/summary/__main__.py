@@ -25,7 +25,7 @@ MACHINE = ("processor", "cores", "memory_bytes", "accelerators")
 VERSIONS = ("torch", "megatron-core")
 
 WORDS = (
-    *("lost time", "cost", "restart", "exists", "warm", "floor"),
+    *("lost time", "cost", "restart", "exists", "warm", "floor", "slowdown"),
     *("array", "nodes", "cores", "variants", "storage", "links"),
 )
 
@@ -148,7 +148,7 @@ def _comparison(result: Result) -> str:
             cells += [
                 _spread(spread[f"lost_s {what} {RESTART}"]),
                 figure_text(restart["over_live"]),
-                figure_text(restart["lost_s"] / live["cost_s"]),
+                figure_text(restart["lost_s"] / live["cost_s"]) if live["cost_s"] > 0 else "-",
                 *_lost(exists, warm),
                 f"{ready}{restart['notice_to_first_step_s']:.1f}",
             ]

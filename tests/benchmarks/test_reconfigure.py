@@ -535,6 +535,14 @@ def test_a_lost_time_that_is_noise_is_no_infinite_speedup() -> None:
     assert figures(measured(rows))["speedup_min"] == pytest.approx(10.0 / 0.005)
 
 
+def test_a_cost_below_zero_is_no_gain(sweep: Sweep) -> None:
+    rows = [row(slowdown_s=-5.0), row(method=RESTART, lost_s=10.0)]
+    found = result(sweep, rows)
+    assert found.figures["cost_over_restart_median"] == pytest.approx(0.005 / 10.0)
+    assert found.method["slowdown"].endswith("makes the cost too low: 25m grow live")
+    assert "slowdown" not in result(sweep, [row()]).method
+
+
 def test_the_result_counts_the_fewest_repeats(sweep: Sweep) -> None:
     found = result(sweep, [row(), row(round=1), row(method=RESTART)])
     assert found.repeats == 1

@@ -129,6 +129,17 @@ def test_two_results_of_one_benchmark_are_refused(
     assert "one result of each benchmark, got several: ['goodput']" in capsys.readouterr().err
 
 
+def test_a_restart_is_not_so_many_times_a_cost_below_zero(
+    sweep_json: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = json.loads(sweep_json.read_text(encoding="utf-8"))
+    (live,) = (row for row in document["rows"] if row["method"] == "live")
+    live["cost_s"] = -5.0
+    sweep_json.write_text(json.dumps(document), encoding="utf-8")
+    assert main([str(sweep_json)]) == 0
+    assert "| 400.2 | - | 8.00 |" in capsys.readouterr().out
+
+
 def figures_of(benchmark: str, document: dict[str, Any]) -> set[str]:
     return set(document["figures"]) & set(FIGURES[benchmark])
 
