@@ -166,7 +166,7 @@ def went_back(process: WorkerProcess, step: int, adams: int, room: int | None) -
     counted = {"optimizer_step": adams, "unscheduled_samples": 8}
     source.load_scalar_state(source.scalar_state(step).model_copy(update=counted))
     before = source.scalar_state(step)
-    session = mock.Mock(source=source.rank_map, generation=1, shared_groups=True)
+    session = mock.Mock(source=source.rank_map, generation=1, shared_groups=True, members=(0,))
     session.limits = trainer._context.config.limits
     session.wait.return_value = Resume(generation=1, rebuild_generation=2)
     trainer.session = session

@@ -348,7 +348,7 @@ def test_what_a_start_was_told_that_is_gone_with_its_job_ends_no_other_one(
         return dataclasses.replace(
             _scripted(next(left))(config, directory, secret),
             open_journal=lambda tell, epoch: next(journals)(journal, tell, 0, epoch=epoch),
-            attributes=module._attributes(config, directory),
+            attributes=module.attributes_of(config, directory),
         )
 
     if how == "queued again":
