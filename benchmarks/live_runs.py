@@ -14,10 +14,13 @@ from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol.messages import ReplaceRequest, ResizeRequest
 from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.report.store import read_run
-from liver_hpc.run.entries import JOURNAL_FILE, read_entries
+from liver_hpc.run.entries import JOURNAL_FILE, read_entries, steps_done
 from liver_hpc.run.records import RunRecords
 
 _POLL_S = 0.1
+_ASK_S = 0.5
+"""A question takes a coordinator and whoever asks some ms of the cores that are measured. Figures
+come from what the run records: they do not depend on this."""
 
 
 def _without_checkpoints(config: RunConfig) -> RunConfig:
@@ -31,8 +34,8 @@ def _without_checkpoints(config: RunConfig) -> RunConfig:
 class LiveRun:
     """A context manager that leaves the run stopped; afterwards `records` holds all of it.
 
-    event_s: the longest that anything may take. poll_s: how often it is looked. cluster: where it
-    runs, "local" or "slurm". Raises LiverError
+    event_s: the longest that anything may take. poll_s: how often a step is looked for.
+    cluster: where it runs, "local" or "slurm". Raises LiverError
     when the run ends by itself or a handoff is aborted, DeadlineError when something takes too
     long.
     """
@@ -78,7 +81,13 @@ class LiveRun:
         return self.reach(begun + steps + 1)
 
     def reach(self, step: int) -> int:
-        """Waits until at least `step` steps have been done; returns how many have."""
+        """Waits until at least `step` steps have been done; returns how many have. Until then it
+        looks into the journal's end, and asks nobody."""
+        deadline = Deadline.after(SystemClock(), self._event_s, f"step {step} in {self.run}")
+        journal = self.run.path / JOURNAL_FILE
+        while steps_done(journal) < step and self.run.outcome() is None:
+            deadline.check()
+            self._pause.wait(self._poll_s)
         return self.until(lambda status: status.step >= step, f"step {step}").step
 
     def resize(self, layout: Layout) -> None:
@@ -113,4 +122,4 @@ class LiveRun:
             if holds(status):
                 return status
             deadline.check()
-            self._pause.wait(self._poll_s)
+            self._pause.wait(_ASK_S)

@@ -26,6 +26,7 @@ from liver_hpc.config.schema import LayoutSection, RunConfig
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.report.derive import run_figures
+from liver_hpc.run.entries import JOURNAL_FILE, steps_done
 from liver_hpc.run.records import RunRecords
 
 MODELS = Path("configs/bench/local.yaml")
@@ -37,7 +38,7 @@ WARM_STEPS = 6
 when the step is reported."""
 AFTER_STEPS = 4
 QUIET_STEPS = 30
-_POLL_S = 0.1
+_POLL_S = 0.5
 _STEP_POLL_S = 0.01
 
 MEMORY, DISK, TORCHFT = "recovery", "restart", "torchft"
@@ -158,9 +159,11 @@ class Trials:
 
         def strike(run: LiveRun) -> None:
             nonlocal struck_s
-            run.reach(WARM_STEPS)
-            struck_s = _strike(_victims(run, case), fault)
-            _await_bill(run, struck_s)
+            run.reach(WARM_STEPS - 1)
+            victims = _victims(run, case)
+            done = run.reach(WARM_STEPS)
+            struck_s = _strike(victims, fault)
+            _await_bill(run, struck_s, done)
 
         config = self.run_config(size, [case.layout, case.left], sections)
         records, left = self._run(config, strike)
@@ -259,14 +262,17 @@ def _strike(victims: list[psutil.Process], fault: str) -> float:
     return struck_s
 
 
-def _await_bill(run: LiveRun, struck_s: float) -> None:
-    """Until some steps more have been done by the world that goes on, whichever it is, and the run
-    has grown back."""
+def _await_bill(run: LiveRun, struck_s: float, done: int) -> None:
+    """Until some steps more than `done` have been done by the world that goes on, whichever it is,
+    and the run has grown back. Before that nothing but the journal's end is read: what reads all
+    of it takes time of the cores that are measured."""
     deadline = Deadline.after(SystemClock(), EVENT_S, f"{run.run} to train on after a loss")
 
     def trains_on() -> bool:
         if (outcome := run.run.outcome()) is not None:
             raise LiverError(f"{run.run} ended after a loss: {outcome}; {run.run.where_logs_are()}")
+        if steps_done(run.run.path / JOURNAL_FILE) < done + AFTER_STEPS:
+            return False
         records = run.records()
         if bill_now := (bill(records, struck_s) if _noticed(records) else None):
             beyond = [step for step in records.steps if step.generation >= bill_now.generation]
