@@ -74,7 +74,7 @@ _LOADING = "CUDA_MODULE_LOADING"
 _ALL_AT_ONCE = "EAGER"
 """Else CUDA loads a kernel as it is first launched, for which it may wait until the device is idle:
 with a collective under way whose peer does the same, for ever. It takes 5 s and 1 GB of the device
-(docs/explanation/performance.md, "On a GPU")."""
+(docs/explanation/gpu.md)."""
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 _HOST_ID = "NCCL_HOSTID"
 """NCCL takes ranks for processes of one host where this is the same for them."""
