@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -132,16 +129,19 @@ class OwnJob(BaseModel):
     @contextmanager
     def alone(self, runs: Path, *what: str) -> Iterator[None]:
         """Of what one process may do at a time in this start of the job, such as to look for its
-        run in `runs`, which takes a while. Raises ConfigError where another one does it."""
+        run in `runs`, which takes a while. Raises ConfigError where another one does it, or no lock
+        can be had there."""
         name = sha256("\0".join((self.start, *what)).encode()).hexdigest()
         with ExitStack() as held:
             try:
-                _take_alone(runs, name, held)
+                held.enter_context(locked_alone(runs / f".{name}.lock"))
             except BlockingIOError:
                 raise ConfigError(
                     f"another `liver run` of job {self.job_id} is under way: one at a time has a "
                     "run, and one run on Slurm its job's nodes"
                 ) from None
+            except OSError as error:
+                raise ConfigError(f"{runs}: no lock can be had there: {error.strerror}") from error
             yield
 
     @property
@@ -168,26 +168,6 @@ class OwnJob(BaseModel):
     def note(self, run_directory: Path) -> None:
         """Raises OSError."""
         write_whole(run_directory / JOB_FILE, self.model_dump_json() + "\n", mode=0o600)
-
-
-def _take_alone(runs: Path, name: str, held: ExitStack) -> None:
-    """By a lock, and where no file of ours can be locked in `runs`, as on a full disk, by a name
-    that the kernel holds while the process lives: any user of this machine may take that first.
-
-    Raises BlockingIOError where another process has it, OSError.
-    """
-    try:
-        held.enter_context(locked_alone(runs / f".{name}.lock"))
-    except BlockingIOError:
-        raise
-    except OSError:
-        bound = held.enter_context(socket.socket(socket.AF_UNIX))
-        try:
-            bound.bind(f"\0liver-{os.geteuid()}-{name}")
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            raise BlockingIOError from error
 
 
 @dataclass(frozen=True)

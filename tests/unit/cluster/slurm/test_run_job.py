@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import socket
+import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -177,28 +177,16 @@ def test_one_process_does_one_thing_at_a_time(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_name_that_a_stranger_holds_keeps_nobody_from_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What anybody can bind tells nobody anything."""
-
-    def bind(held: socket.socket, name: str) -> None:
-        raise OSError(errno.EADDRINUSE, "Address already in use")
-
-    monkeypatch.setattr(socket, "socket", type("Socket", (socket.socket,), {"bind": bind}))
-    assert not refuses(tmp_path)
-
-
-def test_where_nothing_can_be_locked_a_name_is_held(
+def test_where_nothing_can_be_locked_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_locks(stream: object, how: int) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    with job().alone(tmp_path, str(tmp_path)):
-        assert refuses(tmp_path, str(tmp_path))
-    assert not refuses(tmp_path, str(tmp_path))
+    why = f"{tmp_path}: no lock can be had there: Function not implemented"
+    with pytest.raises(ConfigError, match=re.escape(why)), job().alone(tmp_path):
+        pytest.fail("it goes on")
 
 
 # ---- cancelled
