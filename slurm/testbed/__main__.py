@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 from liver_hpc.errors import LiverError
@@ -39,8 +40,6 @@ def parser() -> argparse.ArgumentParser:
         help="a directory inside /tmp that all nodes see; any number of times",
     )
 
-    up.add_argument("--accounting", action="store_true", help="slurmdbd with a database, for sacct")
-
     commands.add_parser("down", help="remove it, whatever state it is in")
     commands.add_parser("status", help="nodes and jobs")
     commands.add_parser("shell", help="a shell on the control host, where Slurm's commands work")
@@ -72,19 +71,10 @@ def perform(arguments: argparse.Namespace) -> None:
     place = Place(arguments.name, arguments.state_root.resolve())
     match arguments.command:
         case "up":
-            settings = Settings(
-                name=arguments.name,
-                nodes=arguments.nodes,
-                cpus=arguments.cpus,
-                gpus=arguments.gpus,
-                memory_mb=arguments.memory_mb,
-                grace_s=arguments.grace_s,
-                kill_wait_s=arguments.kill_wait_s,
-                slurmd_timeout_s=arguments.slurmd_timeout_s,
-                accounting=arguments.accounting,
-                shared=tuple(str(Path(path).resolve()) for path in arguments.share),
-            )
-            cluster.up(settings, place)
+            names = [each.name for each in fields(Settings) if each.name != "shared"]
+            shared = tuple(str(Path(path).resolve()) for path in arguments.share)
+            told = {name: getattr(arguments, name) for name in names}
+            cluster.up(Settings(**told, shared=shared), place)
             print(cluster.status(place))
         case "down":
             cluster.down(place)

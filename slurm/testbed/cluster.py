@@ -12,10 +12,10 @@ from pathlib import Path
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.errors import DeadlineError
-from slurm.testbed import accounting, configuration, controller, hosts
+from slurm.testbed import configuration, controller, hosts
 from slurm.testbed.errors import ClusterError
 from slurm.testbed.membership import Holder, Kept, describe, load_holder, members
-from slurm.testbed.packages import ACCOUNTING_PROGRAMS, install_missing
+from slurm.testbed.packages import install_missing
 from slurm.testbed.settings import CONTROL_HOST, MARKER, Place, Settings, binds_needed
 
 LOCK_LIMIT_S = 90.0
@@ -25,7 +25,7 @@ DOWN_LIMIT_S = 30.0
 
 def up(settings: Settings, place: Place) -> None:
     """Returns once every node takes jobs; raises ClusterError, and leaves nothing, otherwise."""
-    install_missing(ACCOUNTING_PROGRAMS if settings.accounting else {})
+    install_missing()
     binds_needed(settings.shared)
     _outside(place)
     with place.locked(LOCK_LIMIT_S):
@@ -40,8 +40,6 @@ def up(settings: Settings, place: Place) -> None:
             configuration.write_all(settings, place)
             hosts.start_control(place)
             controller.start_munge(place)
-            if settings.accounting:
-                accounting.start(place)
             controller.start_slurmctld(place)
             began_s = time.time()
             hosts.start_nodes(place, settings, settings.node_names)

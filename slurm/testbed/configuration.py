@@ -11,7 +11,6 @@ from slurm.testbed.settings import (
     CONTROL_HOST,
     SLURMCTLD_PORT,
     SLURMD_PORT,
-    SLURMDBD_PORT,
     SUBNET,
     Place,
     Settings,
@@ -40,7 +39,8 @@ SlurmdLogFile={logs}/slurmd.%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
-{accounting}SwitchType=switch/none
+AccountingStorageType=accounting_storage/none
+SwitchType=switch/none
 MpiDefault=none
 GresTypes=gpu
 SelectType=select/cons_tres
@@ -61,15 +61,6 @@ MessageTimeout=10
 UnkillableStepTimeout=120
 """
 
-NO_ACCOUNTING = "AccountingStorageType=accounting_storage/none\n"
-# The "password" names munge's socket; AuthInfo is not asked about it.
-ACCOUNTING = """\
-AccountingStorageType=accounting_storage/slurmdbd
-AccountingStorageHost={control}
-AccountingStoragePort={port}
-AccountingStoragePass={munge_socket}
-"""
-
 PARTITIONS = """\
 PartitionName=stable Nodes=ALL Default=YES PriorityTier=10 PreemptMode=OFF \
 OverSubscribe=EXCLUSIVE MaxTime=INFINITE State=UP
@@ -79,9 +70,6 @@ OverSubscribe=EXCLUSIVE MaxTime=INFINITE State=UP
 
 
 def slurm_conf(settings: Settings, place: Place) -> str:
-    accounting = ACCOUNTING.format(
-        control=CONTROL_HOST, port=SLURMDBD_PORT, munge_socket=place.munge_socket
-    )
     head = SLURM_CONF.format(
         name=settings.name,
         control=CONTROL_HOST,
@@ -93,7 +81,6 @@ def slurm_conf(settings: Settings, place: Place) -> str:
         logs=place.logs,
         kill_wait_s=settings.kill_wait_s,
         slurmd_timeout_s=settings.slurmd_timeout_s,
-        accounting=accounting if settings.accounting else NO_ACCOUNTING,
     )
     gres = f" Gres=gpu:{settings.gpus}" if settings.gpus else ""
     nodes = "".join(

@@ -25,14 +25,6 @@ PROGRAMS = {
     "nsenter": "util-linux",
     "mount": "mount",
 }
-# Those of `up --accounting`. slurmdbd's package brings the plugin that speaks to the database; of
-# the database only the server, which is never started as a service of this machine.
-ACCOUNTING_PROGRAMS = {
-    "slurmdbd": "slurmdbd",
-    "mariadbd": "mariadb-server-core",
-    "mariadb-install-db": "mariadb-server-core",
-    "my_print_defaults": "mariadb-client-core",  # mariadb-install-db calls it
-}
 # What steps may run in an image with.
 CONTAINER_PROGRAMS = {"ch-run": "charliecloud"}
 INSTALL_LIMIT_S = 300.0
@@ -46,8 +38,7 @@ def program(name: str) -> str:
     found = shutil.which(name, path=SYSTEM_PATH)
     if found is None:
         raise ClusterError(
-            f"{name} is not on this machine: "
-            f"apt-get install {(PROGRAMS | ACCOUNTING_PROGRAMS).get(name, name)}"
+            f"{name} is not on this machine: apt-get install {PROGRAMS.get(name, name)}"
         )
     return found
 

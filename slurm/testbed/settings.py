@@ -27,8 +27,6 @@ CONTROL_HOST = "ctl"
 BRIDGE = "slurmbr0"
 SLURMCTLD_PORT = 16817
 SLURMD_PORT = 17000
-SLURMDBD_PORT = 16819
-DATABASE_PORT = 13306
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,6 @@ class Settings:
     grace_s: int = 30
     kill_wait_s: int = 5
     slurmd_timeout_s: int = 15
-    accounting: bool = False
     shared: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

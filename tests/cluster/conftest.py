@@ -35,12 +35,6 @@ def slurm_here(pytestconfig: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def accounting_here(slurm_here: None, pytestconfig: pytest.Config) -> None:
-    """The same for slurmdbd and its database, which are installed here where they are missing."""
-    _install(pytestconfig, "accounting", packages.ACCOUNTING_PROGRAMS)
-
-
-@pytest.fixture(scope="session")
 def charliecloud_here(slurm_here: None, pytestconfig: pytest.Config) -> None:
     """The same for Charliecloud."""
     _install(pytestconfig, "containers", packages.CONTAINER_PROGRAMS)

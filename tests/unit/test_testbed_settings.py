@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from liver_hpc.errors import DeadlineError
+from slurm.testbed import packages
 from slurm.testbed.cluster import burst_bytes
 from slurm.testbed.configuration import hosts, slurm_conf
 from slurm.testbed.errors import ClusterError
@@ -68,3 +69,16 @@ def test_a_cluster_is_changed_by_one_command_at_a_time(tmp_path: Path) -> None:
         pass
     with Place("one", tmp_path).locked(0.2):
         pass
+
+
+def test_packages_that_cannot_be_had_are_named_with_apts_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(packages, "why_not", lambda further: "")
+    monkeypatch.setattr(packages, "INSTALL_LOCK", tmp_path / "lock")
+    monkeypatch.setattr(packages, "PROGRAMS", {})
+    monkeypatch.setattr(packages, "_apt", lambda *_: "E: Temporary failure resolving 'deb.debian'")
+    with pytest.raises(ClusterError) as raised:
+        packages.install_missing({"no-such-program": "no-such-package"})
+    assert "apt-get could not install no-such-package:\nE: Temporary failure" in str(raised.value)
+    assert packages.missing_packages() == []
