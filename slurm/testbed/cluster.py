@@ -13,10 +13,16 @@ from pathlib import Path
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.errors import DeadlineError
 from slurm.testbed import configuration, controller, hosts
-from slurm.testbed.errors import ClusterError
 from slurm.testbed.membership import Holder, Kept, describe, load_holder, members
 from slurm.testbed.packages import install_missing
-from slurm.testbed.settings import CONTROL_HOST, MARKER, Place, Settings, binds_needed
+from slurm.testbed.settings import (
+    CONTROL_HOST,
+    MARKER,
+    ClusterError,
+    Place,
+    Settings,
+    binds_needed,
+)
 
 LOCK_LIMIT_S = 90.0
 NODES_LIMIT_S = 30.0
@@ -55,6 +61,8 @@ def down(place: Place) -> None:
         return
     with place.locked(LOCK_LIMIT_S):
         _remove(place)
+    with suppress(OSError):  # there are others
+        place.root.parent.rmdir()
 
 
 def _outside(place: Place) -> None:
@@ -73,9 +81,8 @@ def _remove(place: Place) -> None:
         _kill_all(place, kept.names, set())
     if mounts := mounts_inside(place):
         raise ClusterError(f"still mounted: {', '.join(mounts)}")
-    shutil.rmtree(place.root)
-    with suppress(OSError):
-        place.root.parent.rmdir()
+    with suppress(FileNotFoundError):
+        shutil.rmtree(place.root)
 
 
 def _kill_all(place: Place, held: set[str], spared: set[int]) -> None:

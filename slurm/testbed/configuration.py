@@ -6,16 +6,16 @@ import os
 import secrets
 import stat
 
-from slurm.testbed.errors import ClusterError
+from liver_hpc.host.files import write_whole
 from slurm.testbed.settings import (
     CONTROL_HOST,
     SLURMCTLD_PORT,
     SLURMD_PORT,
     SUBNET,
+    ClusterError,
     Place,
     Settings,
     node_address,
-    write_whole,
 )
 
 # Neither systemd nor cgroups are needed. A requeued job waits for its old credential to expire:

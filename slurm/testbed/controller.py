@@ -14,11 +14,10 @@ from pathlib import Path
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.errors import DeadlineError
-from slurm.testbed.errors import ClusterError
 from slurm.testbed.hosts import environment, in_control
 from slurm.testbed.membership import is_marked, started_ticks
 from slurm.testbed.packages import program
-from slurm.testbed.settings import Place
+from slurm.testbed.settings import ClusterError, Place
 
 ASK_LIMIT_S = 15.0
 START_LIMIT_S = 30.0

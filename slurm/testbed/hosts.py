@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from slurm.testbed.errors import ClusterError
 from slurm.testbed.membership import Holder, Kept, children, inhabitants, load_holder
 from slurm.testbed.packages import SYSTEM_PATH, program
 from slurm.testbed.settings import (
@@ -20,6 +19,7 @@ from slurm.testbed.settings import (
     CONTROL_HOST,
     MARKER,
     SUBNET,
+    ClusterError,
     Place,
     Settings,
     binds_needed,

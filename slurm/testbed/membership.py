@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from slurm.testbed.errors import ClusterError
-from slurm.testbed.settings import MARKER, Place, write_whole
+from liver_hpc.host.files import write_whole
+from slurm.testbed.settings import MARKER, ClusterError, Place
 
 PROC = Path("/proc")
 KINDS = ("net", "uts", "ipc", "mnt", "pid")

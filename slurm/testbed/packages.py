@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import IO
+from pathlib import Path
 
-from liver_hpc.clock import Deadline, SystemClock, poll_until
-from slurm.testbed.errors import ClusterError
+from liver_hpc.clock import Deadline, SystemClock
+from slurm.testbed.settings import ClusterError, lock_awaited
 
 # Which package brings which program.
 PROGRAMS = {
@@ -28,7 +27,7 @@ PROGRAMS = {
 # What steps may run in an image with.
 CONTAINER_PROGRAMS = {"ch-run": "charliecloud"}
 INSTALL_LIMIT_S = 300.0
-INSTALL_LOCK = "/run/slurm-testbed-install.lock"
+INSTALL_LOCK = Path("/run/slurm-testbed-install.lock")
 # Slurm's daemons are in sbin, which is not on everybody's path.
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -78,18 +77,9 @@ def install_missing(further: Mapping[str, str] = {}) -> None:
     if not missing_packages(further):
         return
     # Not all of apt's own locks are waited for by it.
-    with open(os.open(INSTALL_LOCK, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600), "w") as lock:
-        deadline = Deadline.after(SystemClock(), 2 * INSTALL_LIMIT_S, "another installation to end")
-        poll_until(lambda: _locked(lock), deadline, interval_s=0.5)
+    deadline = Deadline.after(SystemClock(), 2 * INSTALL_LIMIT_S, "another installation to end")
+    with lock_awaited(INSTALL_LOCK, deadline):
         _install(further)
-
-
-def _locked(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _install(further: Mapping[str, str]) -> None:

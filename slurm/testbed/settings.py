@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from slurm.testbed.errors import ClusterError
+from liver_hpc.errors import LiverError
+from liver_hpc.host.files import locked_alone, write_whole
 
 STATE_ROOT = Path("/run/slurm-testbed")
 REPOSITORY = Path(__file__).parents[2]
@@ -27,6 +26,10 @@ CONTROL_HOST = "ctl"
 BRIDGE = "slurmbr0"
 SLURMCTLD_PORT = 16817
 SLURMD_PORT = 17000
+
+
+class ClusterError(LiverError):
+    """The test cluster cannot do what was asked; the text says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,6 @@ class Place:
         self.logs = self.root / "log"
         self.records = self.root / "processes"
         self.devices = self.root / "dev"
-        self._lock = self.root / "lock"
 
     def node_tmp(self, node: str) -> Path:
         """Where a node's /tmp is put together; only the node sees anything in it."""
@@ -133,38 +135,24 @@ class Place:
 
     @contextmanager
     def locked(self, limit_s: float) -> Iterator[None]:
-        """One command at a time changes a cluster. The kernel frees a killed command's lock, and
-        only when no child of it is left between fork and exec."""
-        deadline = Deadline.after(
-            SystemClock(), limit_s, f"the command that is changing cluster {self.name!r} now"
-        )
-        descriptor = -1
+        """One command at a time changes a cluster, of which nothing need be there."""
+        command = f"the command that is changing cluster {self.name!r} now"
+        path = self.root.parent / f".{self.name}.lock"
+        with lock_awaited(path, Deadline.after(SystemClock(), limit_s, command)):
+            yield
+
+
+@contextmanager
+def lock_awaited(path: Path, deadline: Deadline) -> Iterator[None]:
+    """As `locked_alone`, for who waits. Raises DeadlineError."""
+    with ExitStack() as held:
 
         def take() -> bool:
-            nonlocal descriptor
-            self.root.mkdir(mode=0o755, parents=True, exist_ok=True)
-            try:
-                descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            except FileNotFoundError:
-                return False  # the directory went away under our feet: a `down` has ended
+            # Whoever had it before may have removed its directory just now.
             with suppress(BlockingIOError, FileNotFoundError):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # A `down` may have removed the file that was opened a moment ago.
-                if os.fstat(descriptor).st_ino == self._lock.stat().st_ino:
-                    return True
-            os.close(descriptor)
+                held.enter_context(locked_alone(path))
+                return True
             return False
 
         poll_until(take, deadline, interval_s=0.1)
-        try:
-            yield
-        finally:
-            os.close(descriptor)
-
-
-def write_whole(path: Path, text: str, mode: int = 0o644) -> None:
-    """The whole file or none of it, also when the writer is killed."""
-    partial = path.with_name(f".{path.name}.partial")
-    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
-        file.write(text)
-    partial.replace(path)
+        yield

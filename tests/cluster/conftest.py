@@ -9,9 +9,8 @@ import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from slurm.testbed import packages
-from slurm.testbed.errors import ClusterError
 from slurm.testbed.membership import load_holder, started_ticks
-from slurm.testbed.settings import STATE_ROOT
+from slurm.testbed.settings import STATE_ROOT, ClusterError
 from tests.cluster.harness import SlurmCluster
 from tests.cluster.sites import Site
 

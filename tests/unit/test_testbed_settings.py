@@ -10,8 +10,7 @@ from liver_hpc.errors import DeadlineError
 from slurm.testbed import packages
 from slurm.testbed.cluster import burst_bytes
 from slurm.testbed.configuration import hosts, slurm_conf
-from slurm.testbed.errors import ClusterError
-from slurm.testbed.settings import Place, Settings, binds_needed
+from slurm.testbed.settings import ClusterError, Place, Settings, binds_needed
 
 
 @pytest.mark.parametrize(
