@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +21,6 @@ from liver_hpc.errors import LiverError
 
 REPOSITORY = Path(__file__).parents[1]
 CONFIG = Path("configs/slurm-demo.yaml")
-LOG = Path("runs/liver-sbatch.log")
 ALL_NODES = 5
 GRACE_S = 30
 COMMAND_S = 120.0
@@ -38,9 +36,8 @@ class DemoError(LiverError):
 class Demo:
     """One test cluster, one run, and the other users."""
 
-    def __init__(self, name: str, by_sbatch: bool) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._by_sbatch = by_sbatch
         self._run = ""
 
     # ---- the cluster
@@ -77,12 +74,11 @@ class Demo:
 
     # ---- the other users
 
-    def other_job(self, nodes: str, minutes: int) -> str:
+    def other_job(self) -> str:
         """Somebody else's job on the stable partition: it preempts what stands in its way."""
         return self._on_login_node(
             *("sbatch", "--parsable", "--job-name=somebody-else", "--partition=stable"),
-            *(f"--nodelist={nodes}", f"--time={minutes}", "--output=/dev/null"),
-            f"--wrap=sleep {60 * minutes}",
+            *("--nodelist=n4,n5", "--time=20", "--output=/dev/null", "--wrap=sleep 1200"),
         )
 
     def end(self, job: str) -> None:
@@ -91,20 +87,8 @@ class Demo:
     # ---- the run
 
     def submit(self) -> None:
-        if self._by_sbatch:
-            main, spare = ["-p", "stable", "-N2"], ["-p", "stable", "-N1"]
-            output = f"--output={LOG}"
-            LOG.parent.mkdir(exist_ok=True)
-            runs = f"runs/slurm-demo-{time.strftime('%Y%m%d-%H%M%S')}"
-            job = self._on_login_node(
-                *("env", f"VIRTUAL_ENV={sys.prefix}", "sbatch", "--parsable", *main, output),
-                *(":", *spare, "slurm/liver.sbatch", str(CONFIG)),
-                *("--set", f"runs_directory={runs}"),  # a new cluster's job ids begin again
-            )
-            self._run = f"{runs}/slurm-demo-{job.partition('+')[0]}"
-        else:
-            submit = [sys.executable, "-P", "-m", "liver_hpc.submit", "--no-follow"]
-            self._run = self._on_login_node(*submit, "--config", str(CONFIG)).splitlines()[-1]
+        submit = [sys.executable, "-P", "-m", "liver_hpc.submit", "--no-follow"]
+        self._run = self._on_login_node(*submit, "--config", str(CONFIG)).splitlines()[-1]
         say(f"submitted: {self._run}")
 
     def status(self) -> dict[str, Any]:
@@ -153,14 +137,10 @@ class Demo:
         figures: dict[str, Any] = json.loads(self._liver("report", self._run, "--json"))
         return figures
 
-    def queue(self) -> str:
-        """What Slurm still knows of jobs that have not ended."""
-        return self._on_login_node("squeue", "--noheader", "--format=%i %j %T")
-
     def nothing_left(self) -> None:
         """No job and no allocation; raises DeadlineError that names what stays."""
         deadline = Deadline.after(SystemClock(), 60.0, "the queue to be empty")
-        poll_until(lambda: not self.queue(), deadline, POLL_S)
+        poll_until(lambda: not self._on_login_node("squeue", "--noheader"), deadline, POLL_S)
         say("no job and no allocation is left")
 
 
@@ -170,12 +150,12 @@ def say(text: str) -> None:
 
 def play(demo: Demo) -> None:
     """The events, in their order."""
-    blocker = demo.other_job("n4,n5", minutes=20)
+    blocker = demo.other_job()
     demo.submit()
     demo.workers(2, "two workers train on the stable nodes")
     demo.end(blocker)
     demo.workers(4, "two preemptible nodes were granted and joined")
-    preempting = demo.other_job("n4,n5", minutes=20)
+    preempting = demo.other_job()
     demo.workers(2, "a higher-priority job has taken them back")
     demo.end(preempting)
     demo.workers(4, "they came again")
@@ -202,14 +182,11 @@ def check(figures: dict[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m slurm.demo", description=__doc__)
     parser.add_argument("--name", default="demo", help="name of the test cluster (%(default)s)")
-    parser.add_argument(
-        "--sbatch", action="store_true", help="submit by `sbatch slurm/liver.sbatch`"
-    )
     arguments = parser.parse_args()
     if os.geteuid() != 0:
         print("slurm.demo: error: a test cluster needs root", file=sys.stderr)
         return 2
-    demo = Demo(arguments.name, arguments.sbatch)
+    demo = Demo(arguments.name)
     try:
         with demo.cluster():
             play(demo)
