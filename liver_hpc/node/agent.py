@@ -331,7 +331,7 @@ class Agent:
     def _start_waiting(self) -> None:
         """Those that waited for the warm process."""
         for launch in self._launches.values():
-            if not (launch.started or launch.error or launch.is_to_end):
+            if launch.waits_to_start:
                 self._start(launch)
 
     def _cold(self, why: str) -> None:
@@ -346,7 +346,7 @@ class Agent:
     # ---- what happens meanwhile
 
     def _stop(self, why: str, code: int) -> NoReturn:
-        living = [w for launch in self._launches.values() for w in launch.living()]
+        living = [w for launch in self._launches.values() for w in launch.workers.living()]
         log.info("%s: ending workers %s", why, living)
         sys.exit(code)
 
@@ -470,10 +470,10 @@ class Agent:
             if worker == ITSELF:
                 self._told(m.decode(data))
             elif worker in self._launch_of:
-                self._launch_of[worker].pass_on(worker, data)
+                self._launch_of[worker].workers.pass_on(worker, data)
         if not told:
             for launch in {*self._launch_of.values()}:
-                launch.pass_on(ITSELF, b"")
+                launch.workers.pass_on(ITSELF, b"")
 
     def _signalled(self, signum: int) -> None:
         name = signal.Signals(signum).name
@@ -488,7 +488,7 @@ class Agent:
     def _answer(self, worker: int, reply: m.StoreReply) -> None:
         """Of the store, to a worker that may have ended."""
         if worker in self._launch_of:
-            self._launch_of[worker].pass_on(worker, m.encode(reply))
+            self._launch_of[worker].workers.pass_on(worker, m.encode(reply))
 
     def _told(self, message: m.AnyMessage) -> None:
         """By the coordinator."""
@@ -508,7 +508,7 @@ class Agent:
             case m.EndWorker():
                 if message.worker in self._launch_of:
                     log.warning("told to kill worker %d: %s", message.worker, message.reason)
-                    self._launch_of[message.worker].kill(message.worker)
+                    self._launch_of[message.worker].workers.kill(message.worker)
             case _:
                 log.warning("the coordinator: unexpected %s", message.type)
 

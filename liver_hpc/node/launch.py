@@ -68,7 +68,7 @@ class Launch:
         self.plan = plan
         self.error = ""
         self._around = around
-        self._workers = NodeWorkers(
+        self.workers = NodeWorkers(
             plan, around.selector, self._worker_ended, around.relay, around.cold
         )
         self._joiner: MpiProcess | None = None  # once its workers are started
@@ -81,17 +81,13 @@ class Launch:
     # ---- what the agent does with it
 
     @property
-    def started(self) -> bool:
-        return self._joiner is not None
-
-    @property
-    def is_to_end(self) -> bool:
-        return self._code is not None
+    def waits_to_start(self) -> bool:
+        return self._joiner is None and self._code is None
 
     def start(self, warm: WarmProcess | None) -> None:
         """Starts its workers, and beside them who is to meet for them. Raises LiverError."""
         try:
-            self._workers.start(warm)
+            self.workers.start(warm)
             self._joiner = joiner_process()
         except OSError as error:  # no descriptor, or no directory for logs
             raise LiverError(f"launch {self.plan.launch}: {error}") from error
@@ -100,17 +96,13 @@ class Launch:
         """How long there is nothing to look at, unless something happens."""
         return None if self._deadline is None else self._deadline.remaining_s()
 
-    def living(self) -> list[int]:
-        """Its workers that run, by their number in the launch."""
-        return self._workers.living()
-
     def look(self) -> int | None:
         """Goes on as far as it can; the exit code once nothing of it runs. Raises BootError."""
         if self._code is not None:
             return self._code if self._ended() else None
         if not self._meets:
             self._look_at_boot()
-        elif self._met and self._workers.all_over():
+        elif self._met and self.workers.all_over():
             return self.end(0.0)
         return None
 
@@ -122,16 +114,7 @@ class Launch:
             raise news
         log.info("met the rendezvous: workers %s", list(news.worker_ids))
         self._met = True
-        self._workers.hand_out(news)
-
-    def pass_on(self, worker: int, data: bytes) -> None:
-        """What the coordinator tells one of its workers; to all without data, which says that the
-        connection to it has broken."""
-        self._workers.pass_on(worker, data)
-
-    def kill(self, worker: int) -> None:
-        """One of its workers, by id."""
-        self._workers.kill(worker)
+        self.workers.hand_out(news)
 
     def fail(self, error: LiverError) -> None:
         """It cannot go on; nothing new to one that ends already."""
@@ -145,7 +128,7 @@ class Launch:
     def stop(self, code: int, at_once: bool = False) -> None:
         """It ends with this code, unless it is to end with another one already."""
         if self._code is None:
-            self._workers.tell_to_end()
+            self.workers.tell_to_end()
             self._code = code
         limit_s = 0.0 if at_once else self._around.limits.exit_s
         self._deadline = Deadline.after(self._around.clock, limit_s, "workers to end")
@@ -153,16 +136,16 @@ class Launch:
     def end(self, exit_s: float) -> int:
         """Its exit code; nothing of it runs any more but what is stuck in the kernel. Waits, for
         at most `exit_s`."""
-        self._workers.end(exit_s)
+        self.workers.end(exit_s)
         if self._joiner is not None:
             kill_at_last(self._joiner)
-        return self._workers.worst() if self._code is None else self._code
+        return self.workers.worst() if self._code is None else self._code
 
     # ---- on its way
 
     def _look_at_boot(self) -> None:
         joiner = self._joiner
-        late = list(range(len(self.plan.slots))) if joiner is None else self._workers.booting()
+        late = list(range(len(self.plan.slots))) if joiner is None else self.workers.booting()
         if joiner is not None and not late:
             log.info("all %d workers have booted", len(self.plan.slots))
             self._meets, self._deadline = True, None
@@ -183,10 +166,10 @@ class Launch:
 
     def _ended(self) -> bool:
         assert self._deadline is not None
-        living = self._workers.living()
+        living = self.workers.living()
         if living and not self._deadline.expired():
             return False
-        limit_s, polite = self._deadline.limit_s, self._workers.polite.name
+        limit_s, polite = self._deadline.limit_s, self.workers.polite.name
         for worker in living if limit_s else ():
             log.warning("worker %d has not ended %g s after %s", worker, limit_s, polite)
         self.end(0.0)

@@ -221,11 +221,9 @@ class NodeWorkers:
 
     def _write(self, worker: _Worker, data: bytes) -> None:
         if not worker.line.write(data):
-            self._wait_for(worker, selectors.EVENT_READ | selectors.EVENT_WRITE)
-
-    def _wait_for(self, worker: _Worker, events: int) -> None:
-        with contextlib.suppress(KeyError, ValueError):  # it has ended
-            self._selector.modify(worker.line, events, partial(self._listen_and_flush, worker))
+            events = selectors.EVENT_READ | selectors.EVENT_WRITE
+            with contextlib.suppress(KeyError, ValueError):  # it has ended
+                self._selector.modify(worker.line, events, partial(self._listen_and_flush, worker))
 
     def _listen_and_flush(self, worker: _Worker) -> None:
         if worker.line.flush():
