@@ -158,8 +158,8 @@ class Agent:
         self._code = 0  # the worst of the launches that have ended
         self._warms = config.workers.warm and not plan.stand_in
         self._warm: WarmProcess | None = None
-        self._line: Line | None = None  # once it has met
-        self._early: list[m.WorkerEnded | m.LaunchEnded] = []  # before that
+        self._line = self._new_line()
+        self._talks = False  # once it has met
 
     def run(self) -> int:
         """The agent's exit code, or SystemExit with it where the agent is told to stop."""
@@ -180,7 +180,7 @@ class Agent:
         """Does what follows from what has happened; whether there is more to wait for."""
         for name, launch in list(self._launches.items()):
             self._look_at(name, launch)
-        stays = self._plan.stays and self._line is not None
+        stays = self._plan.stays and self._talks
         return stays or self._checking or bool(self._launches)
 
     def _check_health(self, command: str) -> Healthy:
@@ -197,8 +197,7 @@ class Agent:
             launch.end(self._limits.exit_s)
         if self._warm is not None:
             kill_at_last(self._warm)
-        if self._line is not None:
-            self._line.close()
+        self._line.close()
 
     def _heed(self, signals: set[signal.Signals]) -> None:
         """From now on each of them writes its number to what the selector looks at."""
@@ -220,7 +219,7 @@ class Agent:
     def _parent_ended(self, end: int) -> None:
         self._selector.unregister(end)
         os.close(end)
-        if self._line is None or self._warnings:
+        if not self._talks or self._warnings:
             self._signalled(self._orphaned)
         else:
             log.info("the coordinator that has started this agent has ended")
@@ -228,7 +227,7 @@ class Agent:
     def _turn(self) -> None:
         """Waits for the next events and deals with them. Raises SystemExit."""
         limits = [launch.remaining_s() for launch in self._launches.values()]
-        for deadline in (self._flush_by, self._beat_by if self._line else None):
+        for deadline in (self._flush_by, self._beat_by if self._talks else None):
             limits.append(None if deadline is None else deadline.remaining_s())
         ready = self._selector.select(min((s for s in limits if s is not None), default=None))
         self._awake()  # a signal says more than the ends that it may have led to
@@ -374,34 +373,37 @@ class Agent:
 
     def _met(self, launch: Launch, news: Answer | LiverError) -> None:
         if isinstance(news, Answer):
-            line = self._line or self._open_line((news.control_host, news.control_port))
             for worker in news.worker_ids:
-                line.add(worker)
+                self._line.add(worker)
                 self._launch_of[worker] = launch
+            if not self._talks:
+                self._talks = True
+                address = (news.control_host, news.control_port)
+                quiet_thread(partial(self._listen, address), "talk")
         try:
             launch.met(news)
         except LiverError as error:
             launch.fail(error)
 
-    def _open_line(self, address: tuple[str, int]) -> Line:
-        """What is said from now on waits until the line stands."""
-        limits, run = self._limits, RunDirectory(self._plan.first.run_directory)
-        line = self._line = Line(run, self._secret, self._call, self._clock, limits)
+    def _new_line(self) -> Line:
+        """What is said waits until the line stands."""
+        run = RunDirectory(self._plan.first.run_directory)
+        line = Line(run, self._secret, self._call, self._clock, self._limits)
         line.missed = self._coordinator_missed
-        hello = m.AgentHello(
-            agent=self._name,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            job=os.environ.get("SLURM_JOB_ID", ""),
-            step=os.environ.get("SLURM_STEP_ID", ""),
+        line.send(
+            m.AgentHello(
+                agent=self._name,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                job=os.environ.get("SLURM_JOB_ID", ""),
+                step=os.environ.get("SLURM_STEP_ID", ""),
+            )
         )
-        for message in (hello, *self._early):
-            line.send(message)
-        quiet_thread(partial(self._listen, line, address), "talk")
         return line
 
-    def _listen(self, line: Line, address: tuple[str, int]) -> None:
+    def _listen(self, address: tuple[str, int]) -> None:
         """In a thread of its own, until there is no coordinator any more."""
+        line = self._line
         try:
             line.open(address)
             log.info("the channel stands")
@@ -429,7 +431,6 @@ class Agent:
 
     def _relay(self, worker: int, said: Said) -> None:
         """To the coordinator, with the next frame."""
-        assert self._line is not None, "workers have an id, so there is a line"
         match said.way:
             case Way.ONCE:
                 self._line.say(said.data, worker)
@@ -445,8 +446,6 @@ class Agent:
                 self._line.tell(said.data, worker)
 
     def _flush_what_is_due(self) -> None:
-        if self._line is None:
-            return
         if self._asked:
             asked, self._asked = self._asked, []
             if not self._line.tell(m.encode(m.StoreAsks.of(asked)), ITSELF):
@@ -477,13 +476,11 @@ class Agent:
 
     def _signalled(self, signum: int) -> None:
         name = signal.Signals(signum).name
-        line = self._line
-        heard = line is not None and line.was_open
-        if signum not in self._warnings or line is None or not heard:
+        if signum not in self._warnings or not self._line.was_open:
             self._stop(f"stopped by {name}", 128 + signum)
         log.info("warned by %s", name)
         at_s = self._clock.now_s()
-        line.send(m.Warned(agent=self._name, signal=name.removeprefix("SIG"), at_s=at_s))
+        self._line.send(m.Warned(agent=self._name, signal=name.removeprefix("SIG"), at_s=at_s))
 
     def _answer(self, worker: int, reply: m.StoreReply) -> None:
         """Of the store, to a worker that may have ended."""
@@ -518,15 +515,11 @@ class Agent:
         return replace(first, launch=order.launch, slots=order.slots, command=command)
 
     def _tell_of(self, ended: m.WorkerEnded | m.LaunchEnded) -> None:
-        if self._line is None:
-            self._early.append(ended)
-            return
         self._line.send(ended)
         if isinstance(ended, m.WorkerEnded):
             self._forget(ended.worker)
 
     def _forget(self, worker: int) -> None:
-        assert self._line is not None, "workers have an id, so there is a line"
         self._line.forget(worker)
         self._said_since.discard(worker)
         del self._launch_of[worker]
