@@ -39,7 +39,8 @@ class Conversation:
 
     who: the worker it is about, or ITSELF. heard: the number of the other end's last message that
     was taken before; None where nothing is known of what was said before on either side, and the
-    first number that comes is right. said: what this end has sent before.
+    first number that comes is right. said: what this end has sent before. last: the number of what
+    it has said last, 0 before.
     """
 
     def __init__(
@@ -50,22 +51,17 @@ class Conversation:
         self._goes_on = heard is None
         self._safe = heard or 0
         self._kept = deque(enumerate(said, start=1))
-        self._last = len(self._kept)
+        self.last = len(self._kept)
 
     def say(self, data: bytes) -> Part:
         """A message that reaches the other end once."""
-        self._last += 1
-        self._kept.append((self._last, data))
-        return Part(data, self._last, self._safe, self.who)
+        self.last += 1
+        self._kept.append((self.last, data))
+        return Part(data, self.last, self._safe, self.who)
 
     def tell(self, data: bytes = b"") -> Part:
         """A message that may be lost; without one, what is safe here."""
         return Part(data, 0, self._safe, self.who)
-
-    @property
-    def last(self) -> int:
-        """The number of what this end has said last; 0 before."""
-        return self._last
 
     def keeps(self, number: int) -> bool:
         """Whether something that was said up to here may not be safe at the other end."""
@@ -73,7 +69,7 @@ class Conversation:
 
     def lacks(self, heard: int) -> bool:
         """Whether the other end has taken what this one does not know to have sent."""
-        return not self._goes_on and heard > self._last
+        return not self._goes_on and heard > self.last
 
     def resume(self, heard: int) -> Iterator[Part]:
         """What is to be said again over another connection, whose other end has taken all up to
@@ -81,7 +77,7 @@ class Conversation:
         if self._goes_on:  # behind what another one has said
             self._goes_on = False
             kept = [data for _, data in self._kept]
-            self._kept, self._last = deque(enumerate(kept, start=heard + 1)), heard + len(kept)
+            self._kept, self.last = deque(enumerate(kept, start=heard + 1)), heard + len(kept)
         for number, data in self._kept:
             if number > heard:
                 yield Part(data, number, self._safe, self.who)
@@ -145,7 +141,6 @@ class Line:
         self._broken: ChannelClosed | None = None
         self._closing = threading.Event()
         self._told: Exit | None = None
-        self._look_at_s = 0.0
 
     def open(self, address: tuple[str, int]) -> None:
         """Calls the coordinator for the first time, or the one after it. Raises ChannelClosed."""
@@ -219,16 +214,13 @@ class Line:
         """By a coordinator that it has called: all that comes from now on is that."""
         return self._told is not None
 
-    def receive(self, timeout_s: float | None = None) -> list[tuple[int, bytes]]:
+    def receive(self) -> list[tuple[int, bytes]]:
         """What comes next that is new: to whom, and the message; nothing where the connection has
-        broken, which the next call makes again. None waits until there is something or no
-        coordinator any more.
+        broken, which the next call makes again.
 
-        Raises DeadlineError after `timeout_s`, not counting what a new connection takes, and
-        ChannelClosed where no coordinator has come for `coordinator_s`, the run has ended, or this
-        end was closed.
+        Raises ChannelClosed where no coordinator has come for `coordinator_s`, the run has ended,
+        or this end was closed.
         """
-        limit_s = LOOK_S if timeout_s is None else timeout_s
         if self._broken is not None:
             self._call_again(self._broken)
             self._broken = None
@@ -237,7 +229,7 @@ class Line:
                 return [(ITSELF, encode(self._told))]
             assert self._channel is not None, "open comes first"
             try:
-                came = self._take(self._channel.receive_parts(limit_s))
+                came = self._take(self._channel.receive_parts(LOOK_S))
                 if came:
                     return came
             except ChannelClosed as error:
@@ -247,8 +239,6 @@ class Line:
                 return []
             except DeadlineError:
                 self._look_for_another()
-                if timeout_s is not None:
-                    raise
 
     def close(self) -> None:
         """Idempotent; from any thread."""
@@ -272,9 +262,6 @@ class Line:
 
     def _look_for_another(self) -> None:
         """A coordinator that stands still keeps its connections; another one is in the file."""
-        if self._clock.now_s() < self._look_at_s:
-            return
-        self._look_at_s = self._clock.now_s() + LOOK_S
         found = self._find()
         if found is not None and found.epoch > self._epoch:
             assert self._channel is not None

@@ -308,7 +308,7 @@ def test_an_older_coordinator_is_not_believed(run: RunDirectory, called: Called)
 def test_who_is_not_expected_is_told_to_exit(run: RunDirectory, called: Called) -> None:
     coordinator = Coordinator(run, 1, exits=True)
     called.line.open(coordinator.server.address)
-    assert called.line.receive(LIMIT_S) == [(ITSELF, encode(Exit(reason="not expected")))]
+    assert called.line.receive() == [(ITSELF, encode(Exit(reason="not expected")))]
     assert called.line.is_told_to_go
     coordinator.server.close()
 
@@ -351,8 +351,6 @@ def test_when_the_run_is_over_nobody_is_waited_for(run: RunDirectory, called: Ca
 def test_silence_has_a_deadline(run: RunDirectory, called: Called) -> None:
     coordinator, whose = Coordinator(run, 1), "the coordinator's control channel"
     called.line.open(coordinator.server.address)
-    with pytest.raises(DeadlineError, match=rf"waited 0\.05 s for a message from {whose}"):
-        called.line.receive(0.05)
     coordinator.server.close()
     with socket.create_server(("127.0.0.1", 0)) as silent:
         waits = rf"waited 0\.2 s for {whose}: .* before its proof"
