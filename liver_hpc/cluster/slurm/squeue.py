@@ -4,11 +4,11 @@ turn gets the same answer."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import TypeVar
+from functools import partial
+from typing import Any
 
 from liver_hpc.cluster.slurm.commands import SQUEUE_PACE, SlurmCommands
 from liver_hpc.cluster.slurm.replies import JobInfo
@@ -18,23 +18,16 @@ from liver_hpc.host.process import start_thread
 _TURNS = 3
 """Jobs and steps are asked for in turn: so many commands at most come before an answer."""
 
-
-Found = TypeVar("Found")
-
-
-class _Kind(Enum):
-    JOBS = auto()
-    STEPS = auto()
+_Ask = Callable[[Sequence[str]], Any]
 
 
 @dataclass
 class _Question:
     """What is asked of squeue next, for all who wait for it."""
 
-    kind: _Kind
+    ask: _Ask
     jobs: set[str]
-    jobs_found: Future[dict[str, JobInfo]] = field(default_factory=Future)
-    steps_found: Future[dict[str, list[str]]] = field(default_factory=Future)
+    found: Future[Any] = field(default_factory=Future)
 
 
 class Squeue:
@@ -46,6 +39,8 @@ class Squeue:
 
     def __init__(self, commands: SlurmCommands, command_s: float) -> None:
         self.commands = commands.once()
+        self._ask_jobs: _Ask = partial(self.commands.jobs, own=True)
+        self._ask_steps: _Ask = self.commands.steps
         self._limit_s = _TURNS * (command_s + SQUEUE_PACE.interval_s)
         self._lock = threading.Lock()
         self._waiting: list[_Question] = []
@@ -56,36 +51,32 @@ class Squeue:
         any longer. Raises LiverError."""
         if not ids:
             return {}
-        question = self._put(_Kind.JOBS, ids, urgent=urgent_s is not None)
-        found = self._answer(question.jobs_found, urgent_s or self._limit_s)
+        found: dict[str, JobInfo] = self._answer(self._ask_jobs, ids, urgent_s)
         return {job: info for job, info in found.items() if {job, info.het_leader} & {*ids}}
 
     def steps(self, job: str, name: str) -> list[str]:
         """The ids of a job's steps of this name, which is used in no other job of the run. Raises
         LiverError."""
-        found = self._answer(self._put(_Kind.STEPS, [job]).steps_found, self._limit_s)
+        found: dict[str, list[str]] = self._answer(self._ask_steps, [job])
         return found.get(name, [])
 
-    @staticmethod
-    def _answer(answer: Future[Found], limit_s: float) -> Found:
-        try:
-            return answer.result(limit_s)
-        except TimeoutError:
-            raise DeadlineError(f"waited {limit_s:g} s for squeue") from None
-
-    def _put(self, kind: _Kind, jobs: Iterable[str], urgent: bool = False) -> _Question:
+    def _answer(self, ask: _Ask, jobs: Iterable[str], urgent_s: float | None = None) -> Any:
         with self._lock:
-            question = next((each for each in self._waiting if each.kind is kind), None)
+            question = next((each for each in self._waiting if each.ask is ask), None)
             if question is None:
-                question = _Question(kind, set())
+                question = _Question(ask, set())
                 self._waiting.append(question)
-            if urgent:
+            if urgent_s is not None:
                 self._waiting.sort(key=lambda each: each is not question)
             question.jobs.update(jobs)
             if not self._asks:
                 start_thread(threading.Thread(target=self._ask, name="squeue", daemon=True))
                 self._asks = True
-        return question
+        limit_s = urgent_s or self._limit_s
+        try:
+            return question.found.result(limit_s)
+        except TimeoutError:
+            raise DeadlineError(f"waited {limit_s:g} s for squeue") from None
 
     def _ask(self) -> None:
         """Until nobody waits."""
@@ -97,12 +88,7 @@ class Squeue:
             SQUEUE_PACE.await_turn()  # meanwhile others may come
             with self._lock:
                 question = self._waiting.pop(0)
-            jobs = sorted(question.jobs)
             try:
-                if question.kind is _Kind.JOBS:
-                    question.jobs_found.set_result(self.commands.jobs(jobs, own=True))
-                else:
-                    question.steps_found.set_result(self.commands.steps(jobs))
+                question.found.set_result(question.ask(sorted(question.jobs)))
             except LiverError as error:
-                question.jobs_found.set_exception(error)
-                question.steps_found.set_exception(error)
+                question.found.set_exception(error)
