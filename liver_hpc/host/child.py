@@ -63,12 +63,17 @@ except OSError as error:
 """
 
 
-def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Has the kernel send this process a signal once the thread that started it has ended; ends it
-    now where its parent, which had that process id, has ended already. Raises OSError."""
+def prctl(option: int, value: int) -> None:
+    """Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(*map(ctypes.c_ulong, (_PR_SET_PDEATHSIG, number, 0, 0, 0))) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if libc.prctl(*map(ctypes.c_ulong, (option, value, 0, 0, 0))) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option})")
+
+
+def end_with_parent(parent: int) -> None:
+    """Has the kernel kill this process once the thread that started it has ended; ends it now where
+    its parent, which had that process id, has ended already. Raises OSError."""
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(EXIT_ORPHANED)
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import signal
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 
 from liver_hpc.errors import LiverError
-from liver_hpc.host.child import Adopted, Child, Command
+from liver_hpc.host.child import Adopted, Child, Command, prctl
 from liver_hpc.host.forking import READY, Order, Reply
 
 FORK_S = 10.0
@@ -101,13 +100,8 @@ class WarmProcess(Child):
 def _taking_orphans_in() -> Iterator[None]:
     """What is orphaned below this process becomes its child; only for a moment, for nobody waits
     for others."""
-    with ExitStack() as stack:
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        stack.callback(_prctl, _PR_SET_CHILD_SUBREAPER, 0)
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
         yield
-
-
-def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(*map(ctypes.c_ulong, (option, value, 0, 0, 0))) != 0:
-        raise OSError(ctypes.get_errno(), "prctl")
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, 0)
