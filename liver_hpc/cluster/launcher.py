@@ -189,7 +189,7 @@ class Launcher:
         self, prepare: Prepare, close_s: float = 0.0, find_left: FindLeft | None = None
     ) -> None:
         self._prepare = prepare
-        self._find_left = find_left or _prepare_alone(prepare)
+        self._find_left = find_left
         self._close_s = close_s
         self._agents: dict[str, LaunchedAgent] = {}
         self._closed = False
@@ -221,7 +221,10 @@ class Launcher:
         """Takes over an agent that another coordinator has launched on a node and whose process is,
         or was, `pid` on `host`; false where it has ended. Raises LiverError for a node that is not
         held any more."""
-        found = self._find_left(agent, node)
+        if self._find_left is not None:
+            found = self._find_left(agent, node)
+        else:
+            (found,) = self._prepare([LaunchAgent(agent, Seat(node, ()), Layout(1, 1, 1))])
         if found is None or not found.adopt(host, pid):
             return False
         self._agents[agent] = found
@@ -259,14 +262,6 @@ class Launcher:
         if agent not in self._agents:
             raise LiverError(f"agent {agent!r} was never launched")
         return self._agents[agent]
-
-
-def _prepare_alone(prepare: Prepare) -> FindLeft:
-    def find_left(agent: str, node: str) -> LaunchedAgent:
-        (found,) = prepare([LaunchAgent(agent, Seat(node, ()), Layout(1, 1, 1))])
-        return found
-
-    return find_left
 
 
 def _runs(pid: int, words: Sequence[str]) -> bool:
