@@ -16,6 +16,7 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -150,11 +151,8 @@ class LocalAgent(LaunchedAgent):
 
     def _keep(self, child: Child) -> None:
         """Raises LiverError where there is no thread for it: nothing of it is left then."""
-        name = f"keep-{self.agent}"
         try:
-            start_thread(
-                threading.Thread(target=self._see_off, args=[child], name=name, daemon=True)
-            )
+            start_thread(partial(self._see_off, child), f"keep-{self.agent}")
         except LiverError:
             kill_at_last(child)
             raise

@@ -66,8 +66,7 @@ class StoreService:
         self._some = threading.Condition(self._lock)
         self._closed = ""
         self._closing = threading.Event()
-        self._poster = threading.Thread(target=self._post_all, name="store", daemon=True)
-        start_thread(self._poster)
+        self._poster = start_thread(self._post_all, "store")
 
     def ask(self, channel: Posts, asked: StoreAsks) -> None:
         """What workers at the other end of a channel ask, in order; the answers are posted there.

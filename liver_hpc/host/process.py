@@ -109,21 +109,21 @@ def quiet_thread(target: Callable[[], None], name: str) -> threading.Thread:
     Not for a thread that starts processes, unless by `child.Child`: others would inherit its
     blocked signals. Raises LiverError where this user or machine has no thread left.
     """
-    thread = threading.Thread(target=target, name=name, daemon=True)
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
-        start_thread(thread)
+        return start_thread(target, name)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
-    return thread
 
 
-def start_thread(thread: threading.Thread) -> None:
-    """Raises LiverError where this user or machine has no thread left."""
+def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
+    """Starts a daemon thread. Raises LiverError where this user or machine has no thread left."""
+    thread = threading.Thread(target=target, name=name, daemon=True)
     try:
         thread.start()
     except RuntimeError as error:
-        raise LiverError(f"{thread.name}: {error}; see ulimit -u, and pids.max") from error
+        raise LiverError(f"{name}: {error}; see ulimit -u, and pids.max") from error
+    return thread
 
 
 def end_of(pid: int) -> int:

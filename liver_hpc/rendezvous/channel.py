@@ -185,11 +185,8 @@ class Channel:
         self._waiting.append(data)
         self._waiting_bytes += len(data)
         if self._writer is None:
-            writer = threading.Thread(
-                target=self._write_what_waits, name=f"write-{self.peer}", daemon=True
-            )
-            start_thread(writer)  # it begins with the lock
-            self._writer = writer
+            # It begins with the lock.
+            self._writer = start_thread(self._write_what_waits, f"write-{self.peer}")
 
     def _write_what_waits(self) -> None:
         reason = ""

@@ -45,8 +45,7 @@ class Reader:
         self._late_s: dict[Channel, float] = {}  # within a frame: when it is to be whole, monotonic
         self._changing = threading.Lock()
         self._closing = False
-        self._thread = threading.Thread(target=self._read_all, name="reader", daemon=True)
-        start_thread(self._thread)
+        self._thread = start_thread(self._read_all, "reader")
 
     def add(self, channel: Channel) -> None:
         """From any thread. Raises ChannelClosed where it is closed already."""

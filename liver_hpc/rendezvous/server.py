@@ -72,10 +72,7 @@ class ControlServer:
         self._turned_away = 0
         self._untold = 0
         self._tell_from_s = 0.0  # monotonic
-        self._acceptor = threading.Thread(
-            target=self._accept_all, name=f"accept-{self.address[1]}", daemon=True
-        )
-        start_thread(self._acceptor)
+        self._acceptor = start_thread(self._accept_all, f"accept-{self.address[1]}")
 
     def close(self) -> None:
         """Stops listening, closes every channel that has a handler, waits for these; idempotent.

@@ -97,8 +97,7 @@ class Journal:
         self._closing = False
         self.error = ""
         self.dropped = 0
-        self._thread = threading.Thread(target=self._write_what_comes, name="journal", daemon=True)
-        start_thread(self._thread)
+        self._thread = start_thread(self._write_what_comes, "journal")
 
     def append(
         self, at_s: float, event: Event, actions: Sequence[Event] = (), said: int = 0

@@ -94,9 +94,7 @@ class SlurmPool(NodePool):
                 self._tell_if_over()
         watch = partial(self._watch, at_once=adopt is not None)
         for target, name in ((watch, "slurm-pool"), (self._explain, "slurm-warnings")):
-            thread = threading.Thread(target=target, name=name, daemon=True)
-            start_thread(thread)
-            self._threads.append(thread)
+            self._threads.append(start_thread(target, name))
 
     def use(self, node: str) -> Allocation:
         """Where steps on a held node belong. Raises LiverError for another one."""

@@ -70,7 +70,7 @@ class Squeue:
                 self._waiting.sort(key=lambda each: each is not question)
             question.jobs.update(jobs)
             if not self._asks:
-                start_thread(threading.Thread(target=self._ask, name="squeue", daemon=True))
+                start_thread(self._ask, "squeue")
                 self._asks = True
         limit_s = urgent_s or self._limit_s
         try:

@@ -342,8 +342,7 @@ class Step:
             except LiverError as error:
                 _log.error("step %s: %s", self._plan.name, error)
 
-        name = f"{name}-{self._plan.name}"
-        start_thread(threading.Thread(target=run, name=name, daemon=True))
+        start_thread(run, f"{name}-{self._plan.name}")
 
 
 class StepAgent(LaunchedAgent):
