@@ -15,7 +15,6 @@ import logging
 import os
 import queue
 import secrets
-import select
 import shutil
 import signal
 import subprocess
@@ -25,6 +24,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Literal
 
@@ -146,15 +146,9 @@ class Adopted:
     def poll(self) -> int | None:
         """The exit code, -n for a death by signal n; None while it runs."""
         with self._looking:
-            if self._code is None and self._has_ended(0.0):
+            if self._code is None and wait([self._end], 0.0):
                 self._code = self._exit_code()
         return self._code
-
-    def _has_ended(self, limit_s: float | None) -> bool:
-        # Not select: a coordinator of many agents has descriptors above 1,023.
-        end = select.poll()
-        end.register(self._end, select.POLLIN)
-        return bool(end.poll(None if limit_s is None else limit_s * 1e3))
 
     def _exit_code(self) -> int:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -162,7 +156,7 @@ class Adopted:
     def wait(self, limit_s: float | None = None) -> int:
         """Raises TimeoutExpired."""
         if self._code is None:
-            self._has_ended(limit_s)
+            wait([self._end], limit_s)
         code = self.poll()
         if code is None:
             raise subprocess.TimeoutExpired(str(self.pid), limit_s or 0.0)

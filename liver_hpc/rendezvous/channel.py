@@ -12,12 +12,12 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
-import select
 import socket
 import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import wait
 from typing import NamedTuple
 
 from pydantic import ValidationError
@@ -329,11 +329,8 @@ class Channel:
         """With as few calls as can be. timeout_s: for a frame's first bytes."""
         if self._closed_because is not None:
             raise self._closed_error()
-        if timeout_s is not None and not self._unread:
-            poll = select.poll()  # which takes no descriptor, and any number of one
-            poll.register(self._socket, select.POLLIN)
-            if not poll.poll(max(timeout_s, 0.0) * 1000):
-                raise DeadlineError(f"waited {timeout_s:g} s for a message from {self.peer}")
+        if not self._unread and timeout_s is not None and not wait([self._socket], timeout_s):
+            raise DeadlineError(f"waited {timeout_s:g} s for a message from {self.peer}")
         try:
             self._read_some()
         except BlockingIOError:

@@ -9,7 +9,6 @@ without bytes: the connection to the coordinator has broken.
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import struct
 import threading
@@ -17,6 +16,7 @@ import time
 from concurrent.futures import Future, InvalidStateError
 from enum import IntEnum
 from itertools import count
+from multiprocessing.connection import wait
 from typing import NamedTuple
 
 from liver_hpc.errors import DeadlineError, StoreAway
@@ -174,9 +174,7 @@ class WorkersEnd:
 
     def receive_bytes(self, timeout_s: float | None = None) -> bytes:
         while (came := self._unpacked.next()) is None:
-            poll = select.poll()
-            poll.register(self._socket, select.POLLIN)
-            if not poll.poll(None if timeout_s is None else max(timeout_s, 0.0) * 1000):
+            if not wait([self._socket], timeout_s):
                 raise DeadlineError("nothing has come from the agent")
             try:
                 data = self._socket.recv(_READ_BYTES)
