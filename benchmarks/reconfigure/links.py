@@ -26,11 +26,11 @@ def bounded(sweep: Sweep, cell: Cell) -> Iterator[None]:
     names = place.settings().node_names
     try:
         for node in names:
-            cluster.limit(place, node, link, "")
+            cluster.limit(place, node, link)
         yield
     finally:
         for node in names:
-            cluster.limit(place, node, "", "")
+            cluster.limit(place, node, "")
 
 
 def nodes(sweep: Sweep) -> tuple[Node, ...]:

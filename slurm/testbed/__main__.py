@@ -55,7 +55,6 @@ def parser() -> argparse.ArgumentParser:
     limit = commands.add_parser("limit", help="bound a node's link; without options: unbound")
     limit.add_argument("node")
     limit.add_argument("--rate", default="", help="such as 100mbit, in each direction")
-    limit.add_argument("--delay", default="", help="such as 1ms, in each direction")
     limit.add_argument("--down", action="store_true", help="nothing passes; nobody hears of it")
     return top
 
@@ -94,8 +93,7 @@ def perform(arguments: argparse.Namespace) -> None:
         case "start-controller":
             cluster.start_controller(place)
         case "limit":
-            bounds = (arguments.rate, arguments.delay, arguments.down)
-            cluster.limit(place, arguments.node, *bounds)
+            cluster.limit(place, arguments.node, arguments.rate, arguments.down)
 
 
 def main() -> int:

@@ -147,38 +147,26 @@ def _check_node(settings: Settings, node: str) -> None:
         raise ClusterError(f"no node {node!r}; there are {', '.join(settings.node_names)}")
 
 
-def limit(place: Place, node: str, rate: str, delay: str, down: bool = False) -> None:
-    """Bounds a node's link, each direction by itself; empty texts take the bounds away.
+def limit(place: Place, node: str, rate: str, down: bool = False) -> None:
+    """Bounds a node's link, each direction by itself; an empty rate takes the bound away.
 
-    rate: as tc has it, such as 100mbit; delay: such as 1ms, added to each direction. down: nothing
-    passes at all, as where a cable is out.
+    rate: as tc has it, such as 100mbit. down: nothing passes at all, as where a cable is out.
     """
     _check_node(place.settings(), node)
     with place.locked(LOCK_LIMIT_S):
         ends = ((CONTROL_HOST, hosts.cable_of(node)), (node, "eth0"))
         for host, device in ends:
-            _limit_device(hosts.holder_of(place, host), device, rate, delay)
+            _limit_device(hosts.holder_of(place, host), device, rate)
         control = hosts.in_network_of(hosts.holder_of(place, CONTROL_HOST))
         hosts.call(*control, "ip", "link", "set", hosts.cable_of(node), "down" if down else "up")
 
 
-def _limit_device(holder: Holder, device: str, rate: str, delay: str) -> None:
-    def tc(*words: str, may_fail: bool = False) -> None:
-        command = ("tc", "qdisc", *words)
-        hosts.call(*hosts.in_network_of(holder, *command), may_fail=may_fail)
-
-    tc("del", "dev", device, "root", may_fail=True)
-    parent = ["root"]
-    if delay:
-        try:
-            netem = ("netem", "limit", "20000", "delay", delay)
-            tc("add", "dev", device, "root", "handle", "1:", *netem)
-        except ClusterError as error:
-            raise ClusterError(f"{error}; a delay needs the kernel's sch_netem") from None
-        parent = ["parent", "1:1"]
+def _limit_device(holder: Holder, device: str, rate: str) -> None:
+    tc = hosts.in_network_of(holder, "tc", "qdisc")
+    hosts.call(*tc, "del", "dev", device, "root", may_fail=True)
     if rate:
         shape = ("rate", rate, "burst", str(burst_bytes(rate)), "latency", "100ms")
-        tc("add", "dev", device, *parent, "handle", "10:", "tbf", *shape)
+        hosts.call(*tc, "add", "dev", device, "root", "handle", "10:", "tbf", *shape)
 
 
 def burst_bytes(rate: str) -> int:
