@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from types import FrameType
+from traceback import walk_stack
 from typing import NamedTuple
 
 from liver_hpc.world.device import Device
@@ -41,16 +40,10 @@ def main_thread_stands(device: Device) -> Standing:
     who has work there waits; the device of one that holds the others up is soon done.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    frames = [*islice(_outwards(frame), _FRAMES)]
+    frames = [each for each, _ in islice(walk_stack(frame), _FRAMES)] if frame else []
     text = " < ".join(
         f"{Path(each.f_code.co_filename).name}:{each.f_lineno} in {each.f_code.co_name}"
         for each in frames
     )
     inner = frames[0].f_code.co_filename if frames else ""
     return Standing(text, any(place in inner for place in _WAITS) or device.has_work())
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
