@@ -8,7 +8,6 @@ import signal
 import subprocess
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from slurm.testbed.settings import ClusterError, Place
 ASK_LIMIT_S = 15.0
 START_LIMIT_S = 30.0
 KILL_LIMIT_S = 10.0
+_NOT_FIT = r"\*|DOWN|DRAIN|FAIL|UNKNOWN|NOT_RESPONDING"
 
 
 def start_munge(place: Place) -> None:
@@ -107,53 +107,39 @@ def ask(place: Place, *command: str) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-@dataclass(frozen=True)
-class NodeView:
-    """A node as slurmctld knows it; `slurmd_started_s` is epoch seconds, 0 for never."""
-
-    name: str
-    state: str
-    slurmd_started_s: float
-
-    def serves(self, since_s: float) -> bool:
-        """Whether a slurmd started after `since_s` has registered and jobs may go there."""
-        fit = not re.search(r"\*|DOWN|DRAIN|FAIL|UNKNOWN|NOT_RESPONDING", self.state)
-        return fit and self.slurmd_started_s >= int(since_s)
-
-
-def node_views(place: Place) -> list[NodeView]:
-    views = []
+def _unfit(place: Place, since_s: float) -> dict[str, str]:
+    """The state of each node that slurmctld knows; an empty one where a slurmd that was started
+    after `since_s` (epoch seconds) has registered, and jobs may go there."""
+    found = {}
     for line in ask(place, "scontrol", "--oneliner", "show", "nodes").splitlines():
         values = dict(re.findall(r"(NodeName|State|SlurmdStartTime)=(\S+)", line))
-        try:
+        started_s, state = 0.0, values["State"]
+        with suppress(ValueError):  # None or Unknown: it never registered
             started_s = datetime.fromisoformat(values.get("SlurmdStartTime", "")).timestamp()
-        except ValueError:  # None or Unknown: it never registered
-            started_s = 0.0
-        views.append(NodeView(values["NodeName"], values["State"], started_s))
-    return views
+        if started_s >= int(since_s) and not re.search(_NOT_FIT, state):
+            state = ""
+        found[values["NodeName"]] = state
+    return found
 
 
 def wait_for_nodes(place: Place, nodes: tuple[str, ...], since_s: float, limit_s: float) -> None:
     """Until slurmctld takes jobs for all of `nodes`; the error names those that are not there."""
-    missing = dict.fromkeys(nodes, "unknown to slurmctld")
+    missing: dict[str, str] = {}
 
     def all_serve() -> bool:
-        views = {view.name: view for view in node_views(place)}
-        for node in nodes:
-            view = views.get(node)
-            if view is not None and view.serves(since_s):
-                missing.pop(node, None)
-            elif view is not None:
-                missing[node] = view.state
-        return not missing
+        states = _unfit(place, since_s)
+        missing.clear()
+        missing.update({node: states.get(node, "unknown to slurmctld") for node in nodes})
+        return not any(missing.values())
 
     deadline = Deadline.after(SystemClock(), limit_s, f"slurmd of {', '.join(nodes)}")
     try:
         poll_until(all_serve, deadline, interval_s=0.1)
     except DeadlineError:
-        states = ", ".join(f"{node} ({state})" for node, state in missing.items())
+        late = {node: state for node, state in missing.items() if state}
+        states = ", ".join(f"{node} ({state})" for node, state in late.items())
         raise ClusterError(
-            f"waited {limit_s:g} s for slurmd of {states}\n{log_end(place, *missing)}"
+            f"waited {limit_s:g} s for slurmd of {states}\n{log_end(place, *late)}"
         ) from None
 
 
