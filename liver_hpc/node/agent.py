@@ -88,12 +88,8 @@ Told = list[tuple[int, bytes]]
 """What the coordinator has said: to which worker, or ITSELF; nothing when a connection breaks."""
 
 
-@dataclass(frozen=True)
-class Healthy:
-    """The node has passed its check."""
-
-
-News = Answer | Told | Healthy | LiverError
+News = Answer | Told | LiverError | None
+"""None: the node has passed its check."""
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +165,9 @@ class Agent:
                 self._begin(self._plan.first)
             else:
                 self._checking = True
-                self._in_thread("", "health", partial(self._check_health, self._health_check))
+                log_path = self._plan.first.run_directory / "logs" / f"health-{self._name}.log"
+                told = (self._health_check, log_path, self._limits.health_s)
+                self._in_thread("", "health", partial(check_health, *told, self._checks.append))
             while self._goes_on():
                 self._turn()
             return self._code
@@ -182,11 +180,6 @@ class Agent:
             self._look_at(name, launch)
         stays = self._plan.stays and self._talks
         return stays or self._checking or bool(self._launches)
-
-    def _check_health(self, command: str) -> Healthy:
-        log_path = self._plan.first.run_directory / "logs" / f"health-{self._name}.log"
-        check_health(command, log_path, self._limits.health_s, self._checks.append)
-        return Healthy()
 
     def _end_all(self) -> None:
         for check in self._checks:
@@ -239,7 +232,7 @@ class Agent:
                     self._launches[error.launch].fail(error)
         self._flush_what_is_due()
 
-    def _in_thread(self, launch: str, name: str, work: Callable[[], Answer | Healthy]) -> None:
+    def _in_thread(self, launch: str, name: str, work: Callable[[], Answer | None]) -> None:
         """Does it in a thread: signals and workers' ends are not to wait. Its result is news of a
         launch, or of none."""
 
@@ -359,7 +352,7 @@ class Agent:
     def _hear_of(self, launch: str, news: News) -> None:
         if isinstance(news, list):
             self._pass_on(news)
-        elif isinstance(news, Healthy):
+        elif news is None:
             log.info("the node is well")
             self._checking = False
             self._begin(self._plan.first)
