@@ -383,15 +383,7 @@ class Agent:
         run = RunDirectory(self._plan.first.run_directory)
         line = Line(run, self._secret, self._call, self._clock, self._limits)
         line.missed = self._coordinator_missed
-        line.send(
-            m.AgentHello(
-                agent=self._name,
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                job=os.environ.get("SLURM_JOB_ID", ""),
-                step=os.environ.get("SLURM_STEP_ID", ""),
-            )
-        )
+        line.send(m.AgentHello(agent=self._name, host=socket.gethostname(), pid=os.getpid()))
         return line
 
     def _listen(self, address: tuple[str, int]) -> None:

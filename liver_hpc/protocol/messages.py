@@ -563,13 +563,11 @@ class EndWorker(Message, type="end_worker"):
 
 
 class AgentHello(Message, type="agent_hello"):
-    """First message of an agent, after the rendezvous. job, step: Slurm's."""
+    """First message of an agent, after the rendezvous."""
 
     agent: str
     host: str
     pid: int
-    job: str = ""
-    step: str = ""
 
 
 class Warned(Message, type="warned"):

@@ -52,7 +52,7 @@ E = TypeVar("E", bound=InboxEvent)
 SECRET = b"s" * 32
 CALLS = Calls(agent="a7", launches=("a7",))
 BOOTED = Hello(worker=4, pid=18, host="n1", booted_s=0.0)
-HELLO = AgentHello(agent="a7", host="n1", pid=17, job="5", step="2")
+HELLO = AgentHello(agent="a7", host="n1", pid=17)
 
 
 class Caller:
