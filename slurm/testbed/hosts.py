@@ -125,7 +125,7 @@ class Starting:
         self._process.stdin.close()
 
 
-def start_control(place: Place) -> Holder:
+def start_control(place: Place) -> None:
     """The control host: the bridge between all nodes, slurmctld, munge, and who uses them."""
     before = [
         ("ip", "link", "set", "lo", "up"),
@@ -141,9 +141,8 @@ def start_control(place: Place) -> Holder:
         "daemon": [],
     }
     starting = Starting(place, CONTROL_HOST, plan)
-    holder = starting.ready(Deadline.after(SystemClock(), HOST_LIMIT_S, "the control host"))
+    starting.ready(Deadline.after(SystemClock(), HOST_LIMIT_S, "the control host"))
     starting.go()
-    return holder
 
 
 def start_nodes(place: Place, settings: Settings, nodes: Sequence[str]) -> None:

@@ -24,8 +24,6 @@ PROGRAMS = {
     "nsenter": "util-linux",
     "mount": "mount",
 }
-# What steps may run in an image with.
-CONTAINER_PROGRAMS = {"ch-run": "charliecloud"}
 INSTALL_LIMIT_S = 300.0
 INSTALL_LOCK = Path("/run/slurm-testbed-install.lock")
 # Slurm's daemons are in sbin, which is not on everybody's path.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import pytest
 
@@ -36,17 +36,13 @@ def slurm_here(pytestconfig: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def charliecloud_here(slurm_here: None, pytestconfig: pytest.Config) -> None:
     """The same for Charliecloud."""
-    _install(pytestconfig, "containers", packages.CONTAINER_PROGRAMS)
-
-
-def _install(config: pytest.Config, what: str, programs: Mapping[str, str]) -> None:
     try:
-        packages.install_missing(programs)
+        packages.install_missing({"ch-run": "charliecloud"})
     except ClusterError as error:
         if os.environ.get("CI") == "true":
-            pytest.fail(f"the tests of {what} must run under CI: {error}")
-        config.stash[REASON] = f"those of {what}: {error}"
-        pytest.skip(f"no {what}: {error}")
+            pytest.fail(f"the tests of containers must run under CI: {error}")
+        pytestconfig.stash[REASON] = f"those of containers: {error}"
+        pytest.skip(f"no containers: {error}")
 
 
 def pytest_terminal_summary(
