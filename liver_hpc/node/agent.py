@@ -438,13 +438,12 @@ class Agent:
                     self._answer(worker, m.StoreReply(number=request.number, error=m.NO_STORE))
         if self._beat_by.expired():
             self._beat_by = Deadline.after(self._clock, self._limits.heartbeat_s / BEATS, "a beat")
-            self._line.beat()
+            self._line.tell(b"", ITSELF)  # a sign of life
         elif self._flush_by is None or (
             not self._flush_by.expired() and len(self._said_since) < len(self._launch_of)
         ):
             return
-        else:
-            self._line.flush()
+        self._line.flush()
         self._flush_by = None
         self._said_since.clear()
 

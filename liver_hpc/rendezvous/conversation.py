@@ -184,7 +184,7 @@ class Line:
 
     def tell(self, data: bytes, who: int) -> bool:
         """It may be lost; it goes with the next `flush`, if there is a connection. Returns whether
-        there is."""
+        there is. Without data it says what is safe."""
         with self._saying:
             if self._stands and who in self._conversations.keys() - self._over.keys():
                 self._to_send.append(self._conversations[who].tell(data))
@@ -199,13 +199,6 @@ class Line:
             parts += [self._conversations[who].tell() for who in owed]
             if parts and self._channel is not None and self._stands:
                 self._channel.post(parts)
-
-    def beat(self) -> None:
-        """Sends a sign of life, and what is safe."""
-        with self._saying:
-            if self._stands:
-                self._to_send.append(self._conversations[ITSELF].tell())
-        self.flush()
 
     # ---- what comes
 

@@ -200,7 +200,8 @@ def test_a_line_goes_on_with_the_next_coordinator(run: RunDirectory, called: Cal
     second.channels[0].post([Part(said(10), 2, who=3), Part(said(11), 1, who=8)])
     assert called.heard.get(timeout=LIMIT_S) == (3, said(10))
     assert called.broken == 1
-    called.line.beat()
+    called.line.tell(b"", ITSELF)
+    called.line.flush()
     assert (3, 2) in {(part.who, part.heard) for part in (second.came.get() for _ in range(2))}
     assert called.heard.empty()  # of a worker that is not there
     second.server.close()
