@@ -15,7 +15,7 @@ from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.errors import DeadlineError
 from slurm.testbed.hosts import environment, in_control
 from slurm.testbed.membership import is_marked, started_ticks
-from slurm.testbed.packages import program
+from slurm.testbed.packages import finished, program
 from slurm.testbed.settings import ClusterError, Place
 
 ASK_LIMIT_S = 15.0
@@ -93,17 +93,7 @@ def _answers(place: Place) -> bool:
 
 def ask(place: Place, *command: str) -> str:
     """What a Slurm client prints; an empty text where it failed, as while slurmctld starts."""
-    try:
-        done = subprocess.run(
-            in_control(place, command),
-            env=environment(place),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=ASK_LIMIT_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise ClusterError(f"waited {ASK_LIMIT_S:g} s for {' '.join(command)}") from None
+    done = finished(in_control(place, command), ASK_LIMIT_S, environment(place))
     return done.stdout if done.returncode == 0 else ""
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from slurm.testbed.membership import Holder, Kept, children, inhabitants, load_holder
-from slurm.testbed.packages import SYSTEM_PATH, program
+from slurm.testbed.packages import SYSTEM_PATH, finished, program
 from slurm.testbed.settings import (
     BRIDGE,
     CONTROL_HOST,
@@ -43,16 +43,7 @@ def environment(place: Place) -> dict[str, str]:
 
 def call(*command: str, may_fail: bool = False) -> str:
     """Output of a short system command; raises ClusterError with its complaint."""
-    try:
-        done = subprocess.run(
-            (program(command[0]), *command[1:]),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_LIMIT_S,
-        )
-    except subprocess.TimeoutExpired:
-        raise ClusterError(f"waited {COMMAND_LIMIT_S:g} s for {' '.join(command)}") from None
+    done = finished((program(command[0]), *command[1:]), COMMAND_LIMIT_S)
     if done.returncode != 0 and not may_fail:
         raise ClusterError(f"{' '.join(command)}: {(done.stderr or done.stdout).strip()}")
     return done.stdout

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from liver_hpc.clock import Deadline, SystemClock
@@ -97,18 +97,22 @@ def _apt(*arguments: str) -> str:
     """The end of what apt-get said; whether it did its work shows in what is there afterwards."""
     command = ("apt-get", "-y", "-qq", "-o", "DPkg::Lock::Timeout=120", "--no-install-recommends")
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    done = finished((*command, *arguments), INSTALL_LIMIT_S, environment)
+    return "\n".join((done.stdout + done.stderr).splitlines()[-8:])
+
+
+def finished(
+    command: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """What has come of a command. Raises ClusterError where it does not end in time."""
     try:
-        done = subprocess.run(
-            (*command, *arguments),
+        return subprocess.run(
+            command,
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            capture_output=True,
             text=True,
-            timeout=INSTALL_LIMIT_S,
+            timeout=limit_s,
         )
     except subprocess.TimeoutExpired:
-        raise ClusterError(
-            f"waited {INSTALL_LIMIT_S:g} s for apt-get {' '.join(arguments)}"
-        ) from None
-    return "\n".join(done.stdout.splitlines()[-8:])
+        raise ClusterError(f"waited {limit_s:g} s for {' '.join(command)}") from None
