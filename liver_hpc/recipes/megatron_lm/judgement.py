@@ -4,56 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from fnmatch import fnmatchcase
 from typing import Any
 
-from liver_hpc.recipes.megatron_lm.tables import LAYOUT, NO_EFFECT, OWNED, PASSED, REFUSED, Group
+from liver_hpc.recipes.megatron_lm.owned import LISTS, NUMBERS, RAMP, SWITCHES
+from liver_hpc.recipes.megatron_lm.tables import LAYOUT, NO_EFFECT, PASSED, REFUSED, Group
 from liver_hpc.recipes.megatron_lm.words import Given, options_of
-
-
-class Kind(Enum):
-    """What becomes of an option."""
-
-    OWNED = "a key of the run file follows from it"
-    PASSED = "the script gets it"
-    LAYOUT = "the run's layouts decide"
-    NO_EFFECT = "it has no effect"
-    REFUSED = "it cannot be had"
 
 
 @dataclass(frozen=True)
 class Entry:
     """What the tables say of an option; `allowed` are the values of it that can be had."""
 
-    kind: Kind
     group: Group
     allowed: tuple[str, ...] = ()
 
     def refuses(self, values: Iterable[Any]) -> bool:
-        return self.kind is Kind.REFUSED and not (
+        return self.group in REFUSED and not (
             self.allowed and all(_is_one_of(value, self.allowed) for value in values)
         )
 
 
 def _entries() -> Iterator[tuple[str, Entry]]:
-    tables = (
-        (Kind.OWNED, (Group(Kind.OWNED.value, OWNED),)),
-        (Kind.PASSED, PASSED),
-        (Kind.LAYOUT, (LAYOUT,)),
-        (Kind.NO_EFFECT, NO_EFFECT),
-        (Kind.REFUSED, REFUSED),
-    )
-    for kind, groups in tables:
-        for group in groups:
-            for word in group.names.split():
-                name, _, allowed = word.partition("=")
-                yield name, Entry(kind, group, tuple(filter(None, allowed.split("|"))))
+    for group in (*PASSED, LAYOUT, *NO_EFFECT, *REFUSED):
+        for word in group.names.split():
+            name, _, allowed = word.partition("=")
+            yield name, Entry(group, tuple(filter(None, allowed.split("|"))))
 
 
 ENTRIES = tuple(_entries())
 """Every name and pattern of the tables, in their order."""
-_EXACT = {name: entry for name, entry in ENTRIES if "*" not in name}
+_OWNED = (*NUMBERS, *SWITCHES, *LISTS, RAMP, "persistent_save_interval")
+_EXACT = dict.fromkeys(_OWNED, Entry(Group("a key of the run file follows from it", "")))
+_EXACT |= {name: entry for name, entry in ENTRIES if "*" not in name}
 _PATTERNS = [(name, entry) for name, entry in ENTRIES if "*" in name]
 
 
@@ -84,9 +67,7 @@ def without_layout(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words without those about layouts, and these."""
     kept, dropped = list[str](), list[str]()
     for option in options_of(words):
-        entry = entry_of(option.name)
-        about_layout = entry is not None and entry.kind is Kind.LAYOUT
-        (dropped if about_layout else kept).extend(option.words)
+        (dropped if _says(option, LAYOUT) else kept).extend(option.words)
     return kept, dropped
 
 

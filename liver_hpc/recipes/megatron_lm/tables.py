@@ -1,8 +1,8 @@
 """What becomes of each option of Megatron-LM, 0.16 to 0.19 and main, in a run that is elastic.
 
 An option is named as its destination in the parser, or as a pattern of such; `name=a|b` are the
-values that can be had. An exact name beats a pattern, an earlier pattern a later one. What no table
-names is refused too.
+values that can be had. An exact name beats a pattern, an earlier pattern a later one. Of those that
+no table names, keys of the run file follow from what `owned.py` names; the rest is refused too.
 """
 
 from __future__ import annotations
@@ -31,18 +31,6 @@ LAYOUT = Group(
     use_distributed_optimizer distributed_backend use_tp_pp_dp_mapping""",
 )
 """Taken out of the words before the script is run; each layout gives its own."""
-
-OWNED = """train_iters train_samples exit_interval global_batch_size rampup_batch_size
-    micro_batch_size seed overlap_grad_reduce overlap_param_gather ddp_bucket_size
-    grad_reduce_in_bf16
-    lr min_lr decoupled_lr decoupled_min_lr weight_decay adam_beta1 adam_beta2 adam_eps clip_grad
-    lr_decay_iters lr_decay_samples lr_wsd_decay_*
-    lr_warmup_iters lr_warmup_samples lr_warmup_fraction lr_warmup_init
-    eval_interval eval_iters save save_interval persistent_save_interval load data_path split
-    finetune pretrained_checkpoint no_load_optim
-    exit_on_missing_checkpoint mock_data train_data_path valid_data_path test_data_path
-    data_args_path per_split_data_args_path"""
-"""What keys of the run file follow from (`owned.py` says how)."""
 
 NO_EFFECT = (
     Group(

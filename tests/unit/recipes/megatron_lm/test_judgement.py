@@ -9,9 +9,9 @@ import pytest
 
 from liver_hpc.errors import ConfigError
 from liver_hpc.recipes.completion import load_users_run
+from liver_hpc.recipes.megatron_lm import tables
 from liver_hpc.recipes.megatron_lm.judgement import (
     ENTRIES,
-    Kind,
     judged,
     notes_of_options,
     refused_words,
@@ -167,4 +167,4 @@ def test_what_the_parser_has_is_judged_whoever_set_it() -> None:
 def test_each_name_is_in_one_table() -> None:
     twice = [name for name, count in Counter(name for name, _ in ENTRIES).items() if count > 1]
     assert twice == []
-    assert all(entry.kind is Kind.REFUSED for _, entry in ENTRIES if entry.allowed)
+    assert all(entry.group in tables.REFUSED for _, entry in ENTRIES if entry.allowed)

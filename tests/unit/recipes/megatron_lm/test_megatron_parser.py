@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from liver_hpc.recipes.megatron_lm.arguments import derived_from, schedule_to_load
-from liver_hpc.recipes.megatron_lm.judgement import Kind, entry_of
+from liver_hpc.recipes.megatron_lm.judgement import entry_of
+from liver_hpc.recipes.megatron_lm.tables import PASSED
 from tests.unit.recipes.megatron_lm import megatron_parser
 from tests.unit.recipes.megatron_lm.jobs import JOB
 
@@ -58,8 +59,8 @@ def unjudged(options: list[tuple[str, list[str]]]) -> list[str]:
         meant = entry_of(name)
         for word in words:
             found = entry_of(word.lstrip("-").replace("-", "_"))
-            passed = meant is not None and meant.kind is Kind.PASSED
-            if found is not meant and not (passed and (found is None or found.kind is meant.kind)):
+            passed = meant is not None and meant.group in PASSED
+            if found is not meant and not (passed and (found is None or found.group in PASSED)):
                 both = found is not None and meant is not None and found.group is meant.group
                 wrong += [] if both else [word]
     return wrong
