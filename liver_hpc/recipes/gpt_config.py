@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from liver_hpc.config.schema import PositiveInt, Seconds, Section
-from liver_hpc.recipes.expert_config import ExpertsConfig
+from liver_hpc.config.schema import NonNegativeInt, PositiveInt, Seconds, Section
 from liver_hpc.recipes.presets import PRESETS
-from liver_hpc.recipes.recompute_config import RecomputeConfig
+
+Coefficient = Annotated[float, Field(ge=0)]
 
 
 class LayerTimes(Section):
@@ -24,10 +24,52 @@ class LayerTimes(Section):
     output: Seconds
 
 
-class GPTConfig(RecomputeConfig):
+class ExpertsConfig(Section):
+    """Layers in which a router sends each token to some of many feed-forward blocks; sizes in
+    elements. Without a number, no layer is one."""
+
+    number: NonNegativeInt = 0
+    topk: PositiveInt = 2
+    ffn_hidden: PositiveInt | None = None
+    shared_ffn_hidden: PositiveInt | None = None
+    layer_freq: PositiveInt | tuple[Literal[0, 1], ...] = 1
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    bias_update_rate: Coefficient = 0.0
+    load_balancing: Literal["none", "aux_loss", "seq_aux_loss"] = "none"
+    aux_loss_coeff: Coefficient = 0.0
+    z_loss_coeff: Coefficient = 0.0
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    grouped: bool = False
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ExpertsConfig:
+        if not self.number:
+            given = ", ".join(self.model_dump(exclude_defaults=True))
+            if given:
+                raise ValueError(f"number is 0, so that no layer has experts, but {given} is given")
+            return self
+        if self.topk > self.number:
+            raise ValueError(f"topk {self.topk} is more than the number of experts, {self.number}")
+        if self.bias_update_rate and self.score_function != "sigmoid":
+            raise ValueError(
+                "bias_update_rate wants score_function sigmoid, to whose scores the bias is added"
+            )
+        if (self.load_balancing == "none") != (self.aux_loss_coeff == 0):
+            raise ValueError(
+                f"load_balancing {self.load_balancing} with aux_loss_coeff {self.aux_loss_coeff}: "
+                "a loss wants a coefficient, and a coefficient a loss"
+            )
+        return self
+
+
+class GPTConfig(Section):
     """A decoder-only transformer as megatron-core's GPTModel builds it; sizes in elements.
 
     preset: a known architecture (presets.py), whose values are taken where no others are given.
+
+    recompute: what is computed again in the backward instead of being kept, as Megatron has it.
+    selective: the `recompute_modules` of each layer. full: whole layers; uniform: all, as many at
+    a time as `recompute_num_layers` says; block: only so many of each chunk, one by one.
     """
 
     preset: str | None = None
@@ -51,6 +93,12 @@ class GPTConfig(RecomputeConfig):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     init_std: Annotated[float, Field(gt=0)] = 0.02
     layer_times: LayerTimes | None = None
+    recompute: Literal["none", "selective", "full"] = "none"
+    recompute_modules: list[
+        Literal["core_attn", "mlp", "layernorm", "moe", "shared_experts", "moe_act"]
+    ] = Field(default=["core_attn"])
+    recompute_method: Literal["uniform", "block"] = "uniform"
+    recompute_num_layers: PositiveInt = 1
     experts: ExpertsConfig = ExpertsConfig()
 
     @model_validator(mode="before")
@@ -87,7 +135,11 @@ class GPTConfig(RecomputeConfig):
     @model_validator(mode="after")
     def _experts_fit(self) -> GPTConfig:
         if self.experts.number:
-            self.experts.in_layers(self.layers)
+            each = self.experts.layer_freq
+            if isinstance(each, tuple) and len(each) != self.layers:
+                raise ValueError(
+                    f"experts.layer_freq names {len(each)} layers, the model has {self.layers}"
+                )
             if self.bias:
                 raise ValueError("bias: Megatron splits no biases of experts over tp")
             if self.experts.grouped and self.implementation != "te":
@@ -100,9 +152,12 @@ class GPTConfig(RecomputeConfig):
     @property
     def layers_with_experts(self) -> tuple[bool, ...]:
         """Of each layer, whether it has experts."""
-        return (
-            self.experts.in_layers(self.layers) if self.experts.number else (False,) * self.layers
-        )
+        each = self.experts.layer_freq
+        if not self.experts.number:
+            return (False,) * self.layers
+        if isinstance(each, int):
+            return tuple(number % each == 0 for number in range(self.layers))
+        return tuple(map(bool, each))
 
     @property
     def groups(self) -> int:
@@ -113,3 +168,19 @@ class GPTConfig(RecomputeConfig):
     def head_width(self) -> int:
         """Elements of one attention head."""
         return self.head_dim or self.hidden // self.heads
+
+    @property
+    def recomputation(self) -> dict[str, Any]:
+        """Keywords of Megatron's TransformerConfig."""
+        if self.recompute == "none":
+            return {}
+        if self.recompute == "selective":
+            return {
+                "recompute_granularity": "selective",
+                "recompute_modules": self.recompute_modules,
+            }
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": self.recompute_method,
+            "recompute_num_layers": self.recompute_num_layers,
+        }

@@ -87,4 +87,4 @@ def test_experts_have_no_biases() -> None:
 )
 def test_layers_with_experts(freq: Any, layers: tuple[int, ...]) -> None:
     config = GPTConfig.model_validate({"experts": {"number": 4, "layer_freq": freq}})
-    assert config.experts.in_layers(config.layers) == tuple(map(bool, layers))
+    assert config.layers_with_experts == tuple(map(bool, layers))
