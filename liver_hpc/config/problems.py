@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -15,7 +14,6 @@ from liver_hpc.errors import ConfigError
 KeyPath = tuple[Hashable, ...]
 Model = TypeVar("Model", bound=BaseModel)
 
-_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _BOUNDS = {
     "greater_than": ("gt", "more than"),
     "greater_than_equal": ("ge", "at least"),
@@ -33,7 +31,6 @@ _KINDS = {
     "dict": "keys and values",
     "model": "a section of keys and values",
 }
-_QUANTITY = re.compile(r"^\s*([0-9]+)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
 
 
 def key_text(path: KeyPath) -> str:
@@ -84,7 +81,7 @@ def _text(details: list[ErrorDetails], path: KeyPath, model: type[BaseModel]) ->
     wanted = " or ".join(dict.fromkeys(_wanted(detail, key) for detail in details))
     came = "nothing" if got is None else repr(got)
     came = came if len(came) <= 80 else f"{came[:77]}..."
-    return f"wanted {wanted}, got {came}{_hint(key, got)}"
+    return f"wanted {wanted}, got {came}"
 
 
 def _wanted(detail: ErrorDetails, key: str) -> str:
@@ -102,15 +99,6 @@ def _wanted(detail: ErrorDetails, key: str) -> str:
     if basic == "float" and key.endswith("_s"):
         return "a number of seconds"
     return _KINDS.get(basic) or detail["msg"][:1].lower() + detail["msg"][1:]
-
-
-def _hint(key: str, got: Any) -> str:
-    """`64MB` for a number of bytes: the number to write."""
-    match = _QUANTITY.match(got) if key.endswith("_bytes") and isinstance(got, str) else None
-    if match is None:
-        return ""
-    count, power, binary = int(match[1]), _UNITS[match[2].lower()], bool(match[3])
-    return f"; write {count * (1024 if binary else 1000) ** power}"
 
 
 def _fields_at(annotation: Any, path: KeyPath) -> list[str]:
