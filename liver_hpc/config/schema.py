@@ -93,16 +93,6 @@ class LayoutSection(Section):
     vpp: PositiveInt = 1
     sequence_parallel: bool = False
 
-    @model_validator(mode="before")
-    @classmethod
-    def _as_sections_are_written(cls, value: Any) -> Any:
-        """Not as commands take a layout, `tp=2,sp`."""
-        if isinstance(value, str):
-            raise ValueError(f"wanted sizes such as {{tp: 2, dp: 2}}, got {value!r}")
-        if isinstance(value, Mapping) and "sp" in value:
-            raise ValueError("sp is sequence_parallel here: true or false")
-        return value
-
     @model_validator(mode="after")
     def _consistent(self) -> LayoutSection:
         try:

@@ -159,8 +159,6 @@ def test_alias_to_itself_ends(tmp_path: Path) -> None:
         ("handoff=", "wanted a section of keys and values, got nothing"),
         ("layouts=5", "wanted keys and values, got 5"),
         ("layouts.2.0=5", "wanted a section of keys and values, got 5"),
-        ("layouts.2.0=tp=2", "wanted sizes such as {tp: 2, dp: 2}, got 'tp=2'"),
-        ("layouts.2.0={tp: 2, sp: true}", "sp is sequence_parallel here"),
         ("layouts.x={dp: 1}", "wanted a whole number, got 'x'"),
         ("layouts.0={dp: 1}", "wanted a number more than 0, got 0"),
         ("notices=[{at_step: 1}]", "wanted exactly one of layout, workers, replace; got []"),
