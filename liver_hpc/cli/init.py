@@ -16,7 +16,7 @@ import yaml
 
 from liver_hpc.cli.check import local_workers_limit
 from liver_hpc.cli.options import RUN_FILE, positive
-from liver_hpc.config.editor import schema_text
+from liver_hpc.config.load import schema_text
 from liver_hpc.config.schema import DataSection
 from liver_hpc.errors import ConfigError
 from liver_hpc.host.files import write_whole

@@ -311,7 +311,7 @@ def _check_model(options: argparse.Namespace) -> int:
 
 
 def _schema(options: argparse.Namespace) -> int:
-    from liver_hpc.config.editor import schema_text
+    from liver_hpc.config.load import schema_text
 
     print(schema_text(), end="")
     return EXIT_OK

@@ -98,6 +98,11 @@ def dump_run(config: RunConfig) -> str:
     return str(yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False))
 
 
+def schema_text() -> str:
+    """The JSON schema of run files, for editors; `make docs` writes it."""
+    return Path(__file__).with_name("run-file.schema.json").read_text(encoding="utf-8")
+
+
 def absolute_paths(config: RunConfig) -> RunConfig:
     """The same run with every path absolute, so that it means the same in any directory.
 

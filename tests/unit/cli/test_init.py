@@ -12,7 +12,7 @@ import yaml
 
 from liver_hpc.cli import init as init_module
 from liver_hpc.cli.options import new_parser
-from liver_hpc.config.editor import schema_text
+from liver_hpc.config.load import schema_text
 from liver_hpc.errors import ConfigError
 from tests.unit.cli.test_main import Captured, liver
 
