@@ -13,10 +13,10 @@ from benchmarks.harness import BenchmarkResult, parser, reported
 from benchmarks.memory.held import Held
 from benchmarks.models import MODEL_100M, text_data
 from benchmarks.transitions.pool import Pool, open_seat
+from liver_hpc.cli.submission import with_prepared_data
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
-from liver_hpc.recipes.text_data import prepare
 
 MODES = ("both", "bounded")
 TRANSITIONS = (("tp2", "pp2"), ("dp2", "tp2"))
@@ -65,9 +65,7 @@ def run(model: Mapping[str, Any], transitions: Sequence[tuple[str, str]]) -> Ben
 def handed_over(model: Mapping[str, Any], layouts: tuple[Layout, Layout], mode: str) -> list[Held]:
     """What each worker held."""
     with tempfile.TemporaryDirectory() as name:
-        config = _config(model, layouts, mode, Path(name))
-        assert config.data is not None
-        prepare(config.data)
+        config = with_prepared_data(_config(model, layouts, mode, Path(name)))
         opened = partial(open_seat, Path(name), kind="benchmarks.memory.seat:Seat")
         with Pool(max(one.workers for one in layouts), opened) as pool:
             what = f"hand {layouts[0]} over to {layouts[1]}"

@@ -25,7 +25,7 @@ from benchmarks.transitions.cases import (
 )
 from benchmarks.transitions.pool import Pool, open_seat
 from benchmarks.transitions.proof import Proof, Prover
-from liver_hpc.recipes.text_data import prepare
+from liver_hpc.cli.submission import with_prepared_data
 
 Row = dict[str, Any]
 
@@ -63,9 +63,7 @@ def run(families: Sequence[Family]) -> BenchmarkResult:
 
 
 def _rows(prover: Prover, family: Family, directory: Path) -> Iterator[Row]:
-    config = family.config(text_data(directory))
-    assert config.data is not None
-    prepare(config.data)
+    config = with_prepared_data(family.config(text_data(directory)))
     began_s = time.monotonic()
     for proof in prover.proofs(family, config):
         ended_s = time.monotonic()

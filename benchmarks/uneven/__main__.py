@@ -16,9 +16,9 @@ from benchmarks.harness import BenchmarkResult, Row, Spread, interleaved, parser
 from benchmarks.models import text_data
 from benchmarks.transitions.pool import Pool, open_seat
 from benchmarks.uneven.model import Cell, StepModel, ideal
+from liver_hpc.cli.submission import with_prepared_data
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.layout.coordinates import Layout, RankMap
-from liver_hpc.recipes.text_data import prepare
 
 LIMIT_S = 300.0
 """The longest that anything may take."""
@@ -78,9 +78,7 @@ def run(effort: Effort) -> BenchmarkResult:
     """Times the steps of every world, in turns; then the figures."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        config = config_of(effort, directory)
-        assert config.data is not None
-        prepare(config.data)
+        config = with_prepared_data(config_of(effort, directory))
         with Pool(effort.workers, partial(open_seat, directory, kind=SEAT)) as pool:
             _build(pool, config, effort.cells)
             makers = {cell.name: _timer(pool, cell) for cell in effort.cells}

@@ -22,7 +22,7 @@ from liver_hpc.recipes.base import BuildContext, LossFunction, Recipe, megatron_
 from liver_hpc.recipes.gpt_activations import rehearsal_bytes
 from liver_hpc.recipes.gpt_config import GPTConfig
 from liver_hpc.recipes.gpt_costs import layer_costs
-from liver_hpc.recipes.text_data import VOCABULARY, prefix_of, text_files
+from liver_hpc.recipes.text_data import VOCABULARY, text_files
 
 if TYPE_CHECKING:
     import torch
@@ -125,7 +125,8 @@ class GPT(Recipe):
         data, validation = self.config.data, self.config.eval
         assert data is not None
         if data.blend is None:
-            corpus = Corpus((prefix_of(data),), None, data.split or "1")
+            assert data.prefix is not None, "text becomes a pair before a run begins"
+            corpus = Corpus((data.prefix,), None, data.split or "1")
         else:
             prefixes = tuple(source.prefix for source in data.blend)
             weights = tuple(source.weight for source in data.blend)

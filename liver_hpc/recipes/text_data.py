@@ -17,7 +17,7 @@ from pathlib import Path
 from liver_hpc.config.indexed_data import IndexedData, read_indexed_data, write_index
 from liver_hpc.config.schema import DataSection
 from liver_hpc.errors import ConfigError
-from liver_hpc.host.files import file_lock
+from liver_hpc.host.files import first_alone
 
 END_OF_DOCUMENT = 256
 VOCABULARY = 257
@@ -71,8 +71,6 @@ def _stdlib_paths() -> list[Path]:
     for directory, subdirectories, names in os.walk(root):
         subdirectories[:] = [name for name in subdirectories if name not in _STDLIB_WITHOUT]
         found.extend(Path(directory, name) for name in names if name.endswith(".py"))
-    if not found:
-        raise ConfigError(f"data.text: {STDLIB} found no *.py under {root}")
     return sorted(found)
 
 
@@ -84,20 +82,11 @@ def _matching_paths(patterns: Sequence[str]) -> list[Path]:
         if not matching:
             raise ConfigError(f"data.text: no file matches {pattern!r}")
         found |= matching
-    if not found:
-        raise ConfigError("data.text: the list of patterns is empty")
     return sorted(found)
 
 
-def prefix_of(data: DataSection) -> Path:
-    """Where the indexed data lies, or would lie: the path without `.bin` or `.idx`.
-
-    Writes nothing. Raises ConfigError as `text_files` does.
-    """
-    return data.prefix or _text_prefix(data, text_files(data))
-
-
-def _text_prefix(data: DataSection, files: Sequence[TextFile]) -> Path:
+def prefix_of(data: DataSection, files: Sequence[TextFile]) -> Path:
+    """Where the indexed data of these files lies, or would: the path without `.bin` or `.idx`."""
     hashed = hashlib.blake2b(_FORMAT.encode(), digest_size=8)
     for file in files:
         entry = (str(file.path), file.num_bytes, file.modified_ns, file.take_bytes)
@@ -108,23 +97,17 @@ def _text_prefix(data: DataSection, files: Sequence[TextFile]) -> Path:
 def prepare(data: DataSection) -> IndexedData:
     """Tokenizes `data.text` unless that has been done.
 
-    Any number of processes may call it at once: one writes while the others wait. `data.prefix`
-    is only checked. Raises ConfigError for text that cannot be read, an output that cannot be
-    written, or indexed data that is not whole.
+    Any number of processes may call it at once: one writes while the others wait. Raises
+    ConfigError for text that cannot be read, an output that cannot be written, or indexed data that
+    is not whole.
     """
-    if data.prefix is not None:
-        return read_indexed_data(data.prefix)
     files = text_files(data)
-    prefix = _text_prefix(data, files)
-    if not _is_written(prefix):
-        with file_lock(prefix.with_name(prefix.name + ".lock")):
-            if not _is_written(prefix):
-                _write(prefix, files)
+    prefix = prefix_of(data, files)
+    index = _suffixed(prefix, "idx")
+    with first_alone(index):
+        if not index.exists():
+            _write(prefix, files)
     return read_indexed_data(prefix)
-
-
-def _is_written(prefix: Path) -> bool:
-    return all(_suffixed(prefix, suffix).exists() for suffix in _SUFFIXES)
 
 
 def _suffixed(prefix: Path, suffix: str) -> Path:

@@ -15,9 +15,9 @@ from benchmarks.transitions.__main__ import run
 from benchmarks.transitions.cases import FAMILIES, Family, quick
 from benchmarks.transitions.pool import Pool
 from benchmarks.transitions.proof import Proof, Prover, apart, on_other_workers
+from liver_hpc.cli.submission import with_prepared_data
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout, RankMap
-from liver_hpc.recipes.text_data import prepare
 from tests.benchmarks.transitions.faulty import (
     a_counter_left_behind,
     a_death,
@@ -49,9 +49,7 @@ def test_transitions_of_several_models_are_bit_equal_and_train_on_as_the_source_
 def proof_with(fault: Callable[[Any], None], directory: Path) -> Proof:
     """Of tp2 to dp2, where the target gets a fault once its state has arrived."""
     family = Family("dense", {}, ["tp2 > dp2"])
-    config = family.config(text_data(directory))
-    assert config.data is not None
-    prepare(config.data)
+    config = with_prepared_data(family.config(text_data(directory)))
     with Pool(4, partial(open_faulty, fault, directory)) as pool:
         (proof,) = Prover(pool).proofs(family, config)
     return proof

@@ -20,7 +20,7 @@ from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.config.load import absolute_paths
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
-from liver_hpc.recipes.text_data import prefix_of
+from liver_hpc.recipes.text_data import prefix_of, text_files
 from liver_hpc.run.directory import RunDirectory, find_run, process_lives
 from liver_hpc.run.outcome import Outcome
 from tests.unit.config.runs import minimal, write_minimal
@@ -141,7 +141,7 @@ def test_text_is_pinned_to_what_was_prepared(tmp_path: Path) -> None:
     config = minimal(cluster={"kind": "local"}, data={"text": ["a.txt"]})
     data = absolute_paths(config).data
     assert data is not None
-    prefix = prefix_of(data)
+    prefix = prefix_of(data, text_files(data))
     prefix.parent.mkdir()
     write_pair(prefix, [9])
     pinned = submit_run(config).config().data

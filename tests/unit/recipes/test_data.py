@@ -27,7 +27,7 @@ from liver_hpc.errors import ConfigError, DeadlineError
 from liver_hpc.host.files import file_lock
 from liver_hpc.recipes import text_data
 from liver_hpc.recipes.samples import Corpus, TokenSamples, _Tokenizer
-from liver_hpc.recipes.text_data import END_OF_DOCUMENT, prefix_of, prepare, text_files
+from liver_hpc.recipes.text_data import END_OF_DOCUMENT, prepare, text_files
 
 TEXTS = {"b.txt": b"second", "a.txt": "fürst\x00\xff".encode("latin-1"), "sub/c.txt": b"third"}
 
@@ -84,8 +84,12 @@ def test_what_is_done_is_not_done_again(texts: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(text_data, "_write", None)
     assert prepare(section(texts)) == held
     assert sorted(path.name for path in prefix.parent.iterdir()) == [
-        f"{prefix.name}.{suffix}" for suffix in ("bin", "idx", "lock")
+        f"{prefix.name}.{suffix}" for suffix in ("bin", "idx", "idx.lock")
     ]
+
+
+def prefix_of(data: DataSection) -> Path:
+    return text_data.prefix_of(data, text_files(data))
 
 
 def test_other_text_has_another_name(texts: Path) -> None:
@@ -131,9 +135,9 @@ def test_importing_it_imports_no_torch() -> None:
 def test_a_pattern_without_a_file_is_refused(texts: Path) -> None:
     data = section(texts).model_copy(update={"text": [str(texts / "*.txt"), "/no/such/*.py"]})
     with pytest.raises(ConfigError, match=r"no file matches '/no/such/\*.py'"):
-        prefix_of(data)
-    with pytest.raises(ConfigError, match="patterns is empty"):
-        prefix_of(data.model_copy(update={"text": []}))
+        text_files(data)
+    with pytest.raises(ConfigError, match=r"all files of \[\] are empty: 0 found"):
+        text_files(data.model_copy(update={"text": []}))
 
 
 def test_empty_files_are_left_out_and_nothing_else_is_refused(texts: Path) -> None:
