@@ -1,30 +1,32 @@
-"""What a worker writes of a checkpoint, copied into host memory so that training can go on."""
+"""What a worker writes of a checkpoint, and its copy in host memory: training goes on meanwhile."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Protocol
+from collections.abc import Iterator
 
 import torch
 
-from liver_hpc.checkpoint.written import written_boxes
 from liver_hpc.errors import CheckpointError, PlanError
 from liver_hpc.layout.coordinates import Coordinate, Layout
+from liver_hpc.layout.ownership import owned_boxes
+from liver_hpc.layout.plan import Copies
 from liver_hpc.layout.tensors import Box, ModelSpec
 from liver_hpc.world.host_memory import NewMemory, in_one_run, plain_memory
 from liver_hpc.world.state import WorldState
 
 
-class BoxView(Protocol):
-    """What a part is written from: a world's state, or a copy of it."""
-
-    model: ModelSpec
-    layout: Layout
-    at: Coordinate
-
-    def view(self, kind: str, tensor_index: int, box: Box) -> torch.Tensor:
-        """One global box, [box rows, box cols]; to be read only."""
-        ...
+def written_boxes(
+    model: ModelSpec, layout: Layout, at: Coordinate
+) -> Iterator[tuple[str, int, Box]]:
+    """(kind, tensor index, box) of everything that a coordinate writes: of every copy of the state
+    the first one, by the coordinates that hold it, each what is its own; so every element is in
+    exactly one file."""
+    for kind in model.kinds:
+        for index in model.held_tensors(layout, at):
+            if Copies(model, layout, kind, index).number_at(at) == 0:
+                for box in owned_boxes(model, layout, at, kind, index):
+                    yield kind, index, box
 
 
 class HostCopy:
@@ -70,3 +72,7 @@ class HostCopy:
     def _check(self) -> None:
         if self.given_up:
             raise CheckpointError(f"given up: {self.given_up}")
+
+
+BoxView = WorldState | HostCopy
+"""What a part is written from."""

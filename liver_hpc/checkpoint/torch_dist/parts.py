@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from liver_hpc.checkpoint.copied import BoxView
+from liver_hpc.checkpoint.copied import BoxView, written_boxes
 from liver_hpc.checkpoint.index import Part as WrittenPart
 from liver_hpc.checkpoint.index import part_name, written_part
 from liver_hpc.checkpoint.torch_dist.contents import (
@@ -33,7 +33,6 @@ from liver_hpc.checkpoint.torch_dist.files import (
 )
 from liver_hpc.checkpoint.torch_dist.places import Part, first_of_each, stored
 from liver_hpc.checkpoint.torch_dist.reads import PREFIXES, Pieces, Source
-from liver_hpc.checkpoint.written import written_boxes
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import CheckpointError, PlanError, StoreAway
 from liver_hpc.host.files import flush_to_disk

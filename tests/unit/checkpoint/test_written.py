@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from liver_hpc.checkpoint.written import written_boxes
+from liver_hpc.checkpoint.copied import written_boxes
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.plan import subtract
 from liver_hpc.layout.tensors import PARAMETER, ModelSpec
