@@ -10,7 +10,6 @@ on. Which parameters are in a bucket follows from the bucket's size.
 
 from __future__ import annotations
 
-import bisect
 import math
 import re
 from collections import defaultdict
@@ -73,9 +72,10 @@ class Buckets:
 
     def parts(
         self, kind: str, tensor_index: int, box: Box
-    ) -> Iterator[tuple[Place, Part, Box, Part]]:
+    ) -> Iterator[tuple[Place | None, Part, Box, Part]]:
         """What of a box lies where: the place and a part of what is there, a box within the one
-        given and a part of that."""
+        given and a part of that; without a place what the checkpoint does not have, as it has less
+        padding."""
         tensor, layout = self._model.tensors[tensor_index], self._layout
         _, cols = local_shape(tensor, layout.tp)
         for tp in range(1 if tensor.tp_dim is None else layout.tp):
@@ -95,13 +95,9 @@ class Buckets:
                             )
                             source = Part(a - low + start, (rows, width), within)
                             yield place, source, slab.to_global(part), _all_of(part.shape)
-
-    def padding(self, tensor_index: int, box: Box) -> Iterator[tuple[Box, Part]]:
-        """What of a box the checkpoint does not have, as it has less padding."""
-        last = self._model.tensors[tensor_index].rows
-        if box.row1 > last:
-            rest = box._replace(row0=max(box.row0, last))
-            yield rest, _all_of(rest.shape)
+        if box.row1 > tensor.rows:
+            rest = box._replace(row0=max(box.row0, tensor.rows))
+            yield None, _all_of(rest.shape), rest, _all_of(rest.shape)
 
     def _chunks(
         self, kind: str, tensor_index: int, tp: int, local: Box, cols: int
@@ -116,12 +112,8 @@ class Buckets:
         tensor = self._group(stage, home, tp)[span.buffer][span.bucket].get(state)
         if tensor is None:
             raise CheckpointError(f"{self._path} lacks {state} of bucket {span.bucket}")
-        chunks = sorted(tensor.chunks)
-        first = bisect.bisect_right(chunks, span.start + low, key=lambda chunk: chunk[0][0][0]) - 1
-        for ((begin, length),), place in chunks[max(first, 0) :]:
+        for ((begin, length),), place in sorted(tensor.chunks):
             start, end = max(begin, span.start + low), min(begin + length, span.start + high)
-            if begin >= span.start + high:
-                return
             if start < end:
                 yield place, start - begin, start - span.start, end - span.start
 

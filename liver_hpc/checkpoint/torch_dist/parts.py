@@ -243,14 +243,15 @@ def read_weights(world: World, path: Path) -> ScalarState:
 
 def read_tensors(state: WorldState, held: Held, pieces: Pieces, weights: bool = False) -> None:
     """All boxes of a state, or of its weights; raises CheckpointError."""
-    plan = Source(held, state.model, pieces, weights).reads(state.layout, state.at)
-    for zero in plan.zeros:
-        seen(state.view(zero.kind, zero.tensor_index, zero.box), zero.part).zero_()
+    reads = Source(held, state.model, pieces, weights).reads(state.layout, state.at)
     with Reader(held.path) as reader:
-        for place, group in groupby(plan.reads, key=lambda read: read.place):
-            data = reader.read(place)
+        for place, group in groupby(reads, key=lambda read: read.place):
+            data: Any = None if place is None else reader.read(place)
             for one in group:
                 view = seen(state.view(one.kind, one.tensor_index, one.box), one.part)
+                if place is None:
+                    view.zero_()
+                    continue
                 tensor = state.model.tensors[one.tensor_index]
                 cast = weights and view.is_floating_point() and data.is_floating_point()
                 if tensor.role == "frozen" and view.dtype != data.dtype and not cast:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
@@ -46,31 +45,15 @@ Pieces = Mapping[str, Sequence[Sharded]]
 
 
 class Read(NamedTuple):
-    """`source` of what lies at a place becomes `part` of a box of the state."""
+    """`source` of what lies at a place becomes `part` of a box of the state. place: None for zeros,
+    which are padding of which the checkpoint has less."""
 
-    place: Place
+    place: Place | None
     source: Part
     kind: str
     tensor_index: int
     box: Box
     part: Part
-
-
-class Zero(NamedTuple):
-    """A part of a box that is padding, of which the checkpoint has less."""
-
-    kind: str
-    tensor_index: int
-    box: Box
-    part: Part
-
-
-@dataclass(frozen=True)
-class Reads:
-    """All that a coordinate reads, in the order in which it lies in the files."""
-
-    reads: tuple[Read, ...]
-    zeros: tuple[Zero, ...]
 
 
 class Source:
@@ -133,27 +116,25 @@ class Source:
             )
         return held
 
-    def reads(self, layout: Layout, at: Coordinate) -> Reads:
-        """All that a coordinate of a layout reads.
+    def reads(self, layout: Layout, at: Coordinate) -> list[Read]:
+        """All that a coordinate of a layout reads, in the order in which it lies in the files.
 
         Raises CheckpointError where the checkpoint does not hold all of it.
         """
         reads: list[Read] = []
-        zeros: list[Zero] = []
         for index in self._model.held_tensors(layout, at):
             for kind in self._kinds:
                 for box in owned_boxes(self._model, layout, at, kind, index):
-                    got = 0
-                    for found in self._of_box(kind, index, box):
-                        got += elements(found.part.within)
-                        (reads if isinstance(found, Read) else zeros).append(found)  # type: ignore[arg-type]
+                    found = [*self._of_box(kind, index, box)]
+                    got = sum(elements(each.part.within) for each in found)
                     if got != box.elements:
                         name = self._model.tensors[index].name
                         raise CheckpointError(
                             f"{self._path} holds {got} of the {box.elements} elements of {kind} "
                             f"{box} of {name!r}"
                         )
-        return Reads(tuple(sorted(reads)), tuple(zeros))
+                    reads += found
+        return sorted(reads, key=lambda read: (read.place is not None, read))
 
     def _chunks(self, held: Tensor, places: NBox) -> Iterator[Chunk]:
         """Of the chunks of a key those that may lie at these places, as of a layer and an expert,
@@ -170,12 +151,10 @@ class Source:
         at = self._at_places[id(held)]
         return chain(at.get(tuple(start for start, _ in places), ()), at.get(None, ()))
 
-    def _of_box(self, kind: str, index: int, box: Box) -> Iterator[Read | Zero]:
+    def _of_box(self, kind: str, index: int, box: Box) -> Iterator[Read]:
         if kind != PARAMETER and self._buckets is not None:
             for place, source, part_box, part in self._buckets.parts(kind, index, box):
                 yield Read(place, source, kind, index, part_box, part)
-            for part_box, part in self._buckets.padding(index, box):
-                yield Zero(kind, index, part_box, part)
             return
         tensor = self._model.tensors[index]
         for found in stored(tensor, box, first_of_each(self._pieces[tensor.name])):
@@ -194,4 +173,5 @@ class Source:
                 if there < length:
                     own = found.part.within
                     inner = ((there, length - there), *((0, size) for _, size in own[1:]))
-                    yield Zero(kind, index, found.box, found.part.narrowed(inner))
+                    part = found.part.narrowed(inner)
+                    yield Read(None, part, kind, index, found.box, part)
