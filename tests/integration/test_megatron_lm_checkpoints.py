@@ -16,8 +16,8 @@ from liver_hpc.cli.client import stop
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.config.megatron_checkpoint import TRACKER_FILE, iteration_path, tracked_step
 from liver_hpc.errors import ConfigError
-from liver_hpc.recipes.megatron_lm.arguments import scheduled
 from liver_hpc.recipes.megatron_lm.checkout import core_release
+from liver_hpc.recipes.megatron_lm.owned import Owned, schedule_in_samples
 from liver_hpc.recipes.specs import derive_spec
 from liver_hpc.report.store import RunRecords, read_run
 from tests.integration.elastic import losses
@@ -178,7 +178,7 @@ def test_a_job_goes_on_from_what_a_run_of_it_has_saved(config: Config, tmp_path:
     assert (args.consumed_train_samples, args.consumed_valid_samples) == (step * 8, 2 * 2 * 8)
     assert (args.tensor_model_parallel_size, args.sequence_parallel) == (2, True)
     assert schedule["num_steps"] == step * 8
-    assert schedule.items() >= scheduled(words.split()).items()
+    assert schedule.items() >= schedule_in_samples(Owned.of(words.split())).items()
 
     (path / INDEX_FILE).unlink()
     (directory / TRACKER_FILE).write_text(str(step))

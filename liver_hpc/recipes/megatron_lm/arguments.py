@@ -69,12 +69,6 @@ def check_data_of(words: Sequence[str]) -> None:
         raise ConfigError(*(f"model.args: {problem}" for problem in problems))
 
 
-def scheduled(words: Sequence[str]) -> Mapping[str, float]:
-    """Lengths of a job's schedule, in samples, as the state of Megatron's scheduler has them; the
-    job wants its own again, to the last digit."""
-    return schedule_in_samples(Owned.of(words))
-
-
 def schedule_to_load(words: Sequence[str]) -> Mapping[str, Any]:
     """What the state of Megatron's scheduler must be in a checkpoint that a job loads; nothing
     where the job overrides it."""

@@ -16,12 +16,6 @@ _NOT_GIVEN = "; without this key it is the script's own directory: name the chec
 _PARTS = re.compile(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE)\s*=\s*['\"]?([0-9a-z]*)", re.MULTILINE)
 
 
-def python_path(options: ScriptOptions) -> list[Path]:
-    """Directories that go first on Python's path: the script's own, as where Python runs it, and
-    the checkout's."""
-    return [*dict.fromkeys((options.script.parent, options.checkout))]
-
-
 def check(options: ScriptOptions) -> None:
     """Raises ConfigError where there is no such script or checkout, or where megatron-core is
     installed in another release than the checkout's: some of both would be used."""

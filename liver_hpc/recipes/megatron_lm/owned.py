@@ -370,7 +370,8 @@ def _length(job: Owned) -> _Values:
 
 def schedule_in_samples(job: Owned) -> dict[str, float]:
     """What Megatron's scheduler counts in, under the names in its state: a step is a whole global
-    batch of samples, also while the batch of a step is smaller."""
+    batch of samples, also while the batch of a step is smaller. A job that loads it wants its own
+    again, to the last digit."""
     unit, scale = _unit(job)
     length, decay = job[f"train_{unit}"] * scale, job[f"lr_decay_{unit}"]
     decay = length if decay is None else decay * scale

@@ -15,15 +15,14 @@ from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.ramp import samples_before, step_of
 from liver_hpc.recipes.base import BuildContext, LossFunction, Recipe
-from liver_hpc.recipes.megatron_lm import checkout
 from liver_hpc.recipes.megatron_lm.arguments import (
     check_data_of,
     derived_from,
     notes_of,
     schedule_to_load,
-    scheduled,
 )
 from liver_hpc.recipes.megatron_lm.options import ScriptOptions
+from liver_hpc.recipes.megatron_lm.owned import Owned, schedule_in_samples
 from liver_hpc.recipes.megatron_lm.words import number_of
 
 if TYPE_CHECKING:
@@ -65,7 +64,8 @@ class Pretrain(Recipe):
         return notes_of(options.words)
 
     def python_path(self) -> Sequence[Path]:
-        return checkout.python_path(self.options)
+        """The script's own, as where Python runs it, and the checkout's."""
+        return [*dict.fromkeys((self.options.script.parent, self.options.checkout))]
 
     def texts(self) -> Mapping[str, bytes]:
         return {self.options.script.name: self.script.text}
@@ -194,7 +194,7 @@ class Pretrain(Recipe):
         return {
             "args": args,
             "num_floating_point_operations_so_far": operations,
-            "opt_param_scheduler": scheduled(self.options.words),
+            "opt_param_scheduler": schedule_in_samples(Owned.of(self.options.words)),
         }
 
     def loaded_schedule(self) -> Mapping[str, Any]:

@@ -19,8 +19,8 @@ from liver_hpc.recipes.megatron_lm.arguments import (
     derived_from,
     notes_of,
     schedule_to_load,
-    scheduled,
 )
+from liver_hpc.recipes.megatron_lm.owned import Owned, schedule_in_samples
 from tests.unit.config.test_indexed_data import write_pair
 from tests.unit.megatron_ramp import has_ramp, ramp_calculator
 from tests.unit.recipes.megatron_lm.jobs import JOB
@@ -109,7 +109,7 @@ def test_a_schedule_that_is_stable_and_then_decays(
 def test_the_schedule_in_samples_to_the_last_digit(
     job: str, more: str, warmup: float, decay: int, whole: int
 ) -> None:
-    assert scheduled(f"{job} {more}".split()) == {
+    assert schedule_in_samples(Owned.of(f"{job} {more}".split())) == {
         "lr_warmup_steps": warmup,
         "lr_decay_steps": decay,
         "wd_incr_steps": whole,
