@@ -110,11 +110,7 @@ class LayoutSection(Section):
 
 
 class OptimizerSection(Section):
-    """Adam with decoupled weight decay, as Megatron's distributed optimizer runs it.
-
-    Word embeddings and the output layer have `decoupled_lr` in the place of `lr` where it is given,
-    and with it `decoupled_min_lr` in the place of `min_lr`.
-    """
+    """Adam with decoupled weight decay, as Megatron's distributed optimizer runs it."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-3
     min_lr: Annotated[float, Field(ge=0)] = 1e-4
@@ -134,13 +130,8 @@ class OptimizerSection(Section):
 
 
 class ScheduleSection(Section):
-    """Learning rate as a function of the step alone (Megatron's OptimizerParamScheduler). Steps may
-    be broken: jobs that count samples have such. WSD (warm-up, stable, decay) decays in the last
-    `wsd_decay_steps` of `decay_steps`, in `wsd_decay_style`.
-
-    The schedule counts samples, as Megatron's does: while `train.rampup` holds the batch smaller, a
-    step is less than one of these, which are of `train.global_batch` samples each.
-    """
+    """Learning rate as a function of the step alone (Megatron's OptimizerParamScheduler). Steps are
+    of `train.global_batch` samples, and may be broken: jobs that count samples have such."""
 
     style: Literal["constant", "linear", "cosine", "WSD"] = "cosine"
     warmup_steps: Annotated[float, Field(ge=0)] = 0
@@ -159,7 +150,7 @@ class BlendSection(Section):
 
 class DataSection(Section):
     """Where tokens come from: an existing `.bin/.idx` pair, a blend of several, or text files to
-    tokenize by bytes. `split` are the shares of training, validation and test, as Megatron's."""
+    tokenize by bytes."""
 
     prefix: Path | None = None
     blend: Annotated[list[BlendSection], Field(min_length=1)] | None = None
@@ -191,8 +182,7 @@ class DataSection(Section):
 
 
 class RampupSection(Section):
-    """A global batch that grows, as with Megatron-LM's `--rampup-batch-size`: from `start` by
-    `increment` up to `train.global_batch`, in equal shares of the first `samples` samples."""
+    """A global batch that grows, as with Megatron-LM's `--rampup-batch-size`."""
 
     start: PositiveInt
     increment: PositiveInt
@@ -201,22 +191,7 @@ class RampupSection(Section):
 
 class TrainSection(Section):
     """Length of the run and the batch; the global batch of a step is the same for every layout.
-    With `rampup` it grows to `global_batch` (`layout/ramp.py`), which validation has throughout.
-
-    `overlap_grad_reduce` and `overlap_param_gather` are Megatron's. With the first, gradients are
-    reduced in buckets of about `bucket_elements` while the backward computes.
-
-    `grad_reduce_in_bf16`: gradients of bf16 parameters are added up and reduced in bf16, as with
-    Megatron-LM's option of that name; else in fp32, as those of fp32 parameters always are.
-
-    `verify_every_steps`: after so many steps all copies of the state are compared, by digest,
-    beside the next step; a run whose copies differ fails.
-
-    `read_ahead`: so many micro-batches are read before they are computed, beside training; 0: none.
-
-    `stop_every_steps`: a run stops, with a checkpoint, after the first of its steps whose number
-    this divides; one that is resumed then goes on to the next one.
-    """
+    With `rampup` it grows to `global_batch` (`layout/ramp.py`), which validation has throughout."""
 
     steps: PositiveInt
     global_batch: PositiveInt
@@ -276,12 +251,7 @@ class EvalSection(Section):
 
 
 class WorkersSection(Section):
-    """How many workers the run starts with and may ever have, and how they start.
-
-    With `warm`, a process on each node imports what workers need, and forks them. `standby`: so
-    many more are booted and rehearsed in free slots, for the next handoff that wants any. `bind`:
-    whether a worker keeps to the CPUs that are next to its GPU.
-    """
+    """How many workers the run starts with and may ever have, and how they start."""
 
     initial: PositiveInt
     max: PositiveInt
@@ -515,11 +485,8 @@ Gpus = Annotated[int | str, BeforeValidator(checked_gpus)]
 
 
 class ComponentSection(Section):
-    """One component of the heterogeneous job: nodes of one kind, held from start to end.
-
-    The first component hosts the coordinator and is used from the start. `join` says of another
-    one whether its nodes are used as soon as possible, or only when somebody asks for them.
-    """
+    """One component of the heterogeneous job: nodes of one kind, held from start to end. The first
+    one hosts the coordinator, and is used from the start."""
 
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,30}$")]
     partition: PlainText | None = None
@@ -549,12 +516,8 @@ class BurstSection(Section):
 
 
 class ContainerSection(Section):
-    """The image that agents and workers run in; the coordinator runs on the host.
-
-    `image` is what the runtime takes for one: a path, a URL, a name. What the run file's own keys
-    name is mounted without being listed in `mounts`. `options` are the runtime's: of `srun` for
-    pyxis, of `apptainer exec` and of `ch-run`.
-    """
+    """The image that agents and workers run in; the coordinator runs on the host. `options` are of
+    `srun` for pyxis, of `apptainer exec`, of `ch-run`."""
 
     runtime: Literal["pyxis", "apptainer", "charliecloud"]
     image: Annotated[PlainText, AfterValidator(_without_home)]
@@ -582,9 +545,7 @@ class SlurmSection(Section):
 
 
 class ClusterSection(Section):
-    """Where workers run; `auto` means Slurm where `sbatch` is found and components are given, else
-    local processes. `health_check`: a shell command that runs on a node, in the container where
-    there is one, before that is used."""
+    """Where workers run."""
 
     kind: Literal["auto", "local", "slurm"] = "auto"
     workers_per_node: PositiveInt | None = None
@@ -609,8 +570,7 @@ class ClusterSection(Section):
 
 
 class StragglersSection(Section):
-    """When a node counts as a straggler: its workers' forward passes take `factor` times as long as
-    those of others that do the same, for `for_s`. With `drain` it is left live."""
+    """When a node counts as a straggler."""
 
     factor: Annotated[float, Field(gt=1)] = 1.5
     for_s: Seconds = 60.0
@@ -618,8 +578,7 @@ class StragglersSection(Section):
 
 
 class PolicySection(Section):
-    """How the coordinator answers to nodes that come and go. With `observe` it says what it would
-    have done, and does what somebody asks for alone."""
+    """How the coordinator answers to nodes that come and go."""
 
     layout: Literal["table", "auto"] = "table"
     memory_bytes: Bytes | None = None
@@ -632,12 +591,7 @@ class PolicySection(Section):
 
 
 class CheckpointSection(Section):
-    """State on disk, for the day that everything ends: read once, by the run that follows.
-
-    `load` is a Megatron checkpoint that a new run goes on from; of `weights` it takes the weights
-    alone, and begins at step 0. With "auto" one is being written for `cost` of the time. `keep`
-    newest ones of the run stay; null: all.
-    """
+    """State on disk, for the day that everything ends: read once, by the run that follows."""
 
     directory: Path | None = None
     load: Path | None = None
@@ -658,7 +612,7 @@ class CheckpointSection(Section):
 
 class SnapshotSection(Section):
     """Second copies of the state in the memory of other nodes, from which training goes on when a
-    worker is lost. With "auto" they are taken as often as `cost` allows, of the CPU time."""
+    worker is lost."""
 
     every_steps: PositiveInt | Literal["auto"] | None = None
     cost: Annotated[float, Field(gt=0, le=1)] = 0.01
@@ -669,10 +623,7 @@ NcclVariables = dict[Annotated[str, Field(pattern=r"^NCCL_[A-Z0-9_]+$")], str | 
 
 
 class NetworkSection(Section):
-    """Interfaces and adapters; what is not given comes from the environment, or is detected.
-
-    `nccl_interface` and `ib_hca` are in NCCL's syntax, `gloo_interface` is a list with commas.
-    """
+    """Interfaces and adapters; what is not given comes from the environment, or is detected."""
 
     interface: InterfaceName | None = None
     nccl_interface: Annotated[str, Field(min_length=1)] | None = None
@@ -689,8 +640,7 @@ class MetricsSection(Section):
 
 
 class TensorBoardSection(Section):
-    """Event files, in a directory of the run directory's name in `directory`; null: in
-    `tensorboard/` of the run directory."""
+    """Event files."""
 
     directory: Path | None = None
 

@@ -14,10 +14,7 @@ Coefficient = Annotated[float, Field(ge=0)]
 
 class LayerTimes(Section):
     """Seconds that a micro-batch takes in the parts of the model, forward and backward, on one
-    worker; `liver check-model --times` measures them.
-
-    layer: of every layer, or a list with one value for each. output: with the loss.
-    """
+    worker; `liver check-model --times` measures them."""
 
     embedding: Seconds
     layer: Seconds | tuple[Seconds, ...]
@@ -66,10 +63,6 @@ class GPTConfig(Section):
     """A decoder-only transformer as megatron-core's GPTModel builds it; sizes in elements.
 
     preset: a known architecture (presets.py), whose values are taken where no others are given.
-
-    recompute: what is computed again in the backward instead of being kept, as Megatron has it.
-    selective: the `recompute_modules` of each layer. full: whole layers; uniform: all, as many at
-    a time as `recompute_num_layers` says; block: only so many of each chunk, one by one.
     """
 
     preset: str | None = None
