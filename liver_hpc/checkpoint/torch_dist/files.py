@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 from torch.distributed.checkpoint import filesystem, metadata
 
 from liver_hpc.checkpoint.index import part_name, read_twice
@@ -154,11 +154,7 @@ def read_common(path: Path, table: Table) -> dict[str, Any]:
 # ---- written
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Written(_Frozen):
+class Written(BaseModel):
     """A box of a key's tensor, or an object (without a shape), at a place of a rank's file."""
 
     key: str
@@ -170,7 +166,7 @@ class Written(_Frozen):
     sizes: tuple[int, ...] = ()
 
 
-class RankList(_Frozen):
+class RankList(BaseModel):
     """What a rank has written. about: further facts of it, of which rank 0 knows what they mean."""
 
     written: tuple[Written, ...]
