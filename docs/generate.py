@@ -1,15 +1,5 @@
-"""Writes docs/reference from the code: `make docs`, or `python -m docs.generate`.
-
-| page | made from |
-| --- | --- |
-| run-file.md | the schema's types and defaults, the comments of configs/reference.yaml |
-| run-file.schema.json | the same |
-| commands.md | the parser of `liver` |
-| metrics.md | the records of liver_hpc/run/records.py and their docstrings |
-| megatron-lm-arguments.md | the tables of liver_hpc/recipes/megatron_lm |
-
-A test compares what lies in docs/reference with `pages()`.
-"""
+"""Writes docs/reference from the code: `make docs`, or `python -m docs.generate`. A test compares
+what lies there with `pages()`."""
 
 from __future__ import annotations
 
