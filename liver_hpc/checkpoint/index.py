@@ -179,24 +179,20 @@ def set_aside(path: Path) -> Path:
     return path.rename(aside)
 
 
-def remains(directory: Path) -> list[tuple[int, Path]]:
-    """(generation, path) of what was being written, or to be removed, when a coordinator was
+def remains(directory: Path) -> list[tuple[int, int, Path]]:
+    """(step, generation, path) of what was being written, or to be removed, when a coordinator was
     killed."""
-    return [(int(match[2]), path) for match, path in _remains(directory)]
+    entries = ((_PARTIAL.match(path.name), path) for path in _entries(directory))
+    return [(int(match[1]), int(match[2]), path) for match, path in entries if match is not None]
 
 
 def put_back(directory: Path, of: Callable[[int], bool] = lambda _generation: True) -> None:
     """Gives those that were to be replaced their names again, where nothing came in their place.
     of: whether by a world of this generation."""
-    for match, path in _remains(directory):
-        final = iteration_path(directory, int(match[1]))
-        if match[3] == "replaced" and of(int(match[2])) and not final.exists():
+    for step, generation, path in remains(directory):
+        final = iteration_path(directory, step)
+        if path.suffix == ".replaced" and of(generation) and not final.exists():
             path.rename(final)
-
-
-def _remains(directory: Path) -> list[tuple[re.Match[str], Path]]:
-    entries = ((_PARTIAL.match(path.name), path) for path in _entries(directory))
-    return [(match, path) for match, path in entries if match is not None]
 
 
 def _entries(directory: Path) -> Iterator[Path]:

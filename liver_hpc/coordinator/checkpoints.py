@@ -153,7 +153,7 @@ class Checkpoints:
         """
         claim_checkpoints(self._run, self._config, check_over)
         put_back(self.directory)
-        for _, path in remains(self.directory):
+        for _, _, path in remains(self.directory):
             remove(path)
         others = [*filter(is_saved_over, sorted(self.directory.glob("iter_*")))]
         for path in others:
@@ -194,7 +194,7 @@ class Checkpoints:
         """From another coordinator, whose worlds may be writing one: clears away what no world
         completes any more. lives: whether the world of a generation does."""
         put_back(self.directory, lambda generation: not lives(generation))
-        for generation, path in remains(self.directory):
+        for _, generation, path in remains(self.directory):
             if path.suffix == ".removed" or not lives(generation):
                 self._remove(path)
 
@@ -442,7 +442,7 @@ class Checkpoints:
             if of != step:
                 self._finite.pop(path, None)
                 self._retire(path, partial_path(self.directory, of, generation))
-        for _, path in remains(self.directory):
+        for _, _, path in remains(self.directory):
             if path.suffix == ".replaced":
                 self._retire(path, path)
 
