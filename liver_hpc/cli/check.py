@@ -212,7 +212,7 @@ def _check_schedule(config: RunConfig) -> Iterator[str]:
     if schedule.warmup_init > optimizer.lr:
         init = f"schedule.warmup_init is {schedule.warmup_init:g}"
         yield f"{init}, more than optimizer.lr {optimizer.lr:g}"
-    if schedule.style != "constant" and optimizer.min_lr > optimizer.lr:
+    if optimizer.min_lr > optimizer.lr:
         yield f"optimizer.min_lr is {optimizer.min_lr:g}, more than optimizer.lr {optimizer.lr:g}"
 
 

@@ -95,6 +95,8 @@ def test_all_problems_are_told_at_once() -> None:
          "schedule.wsd_decay_steps is 8.5, wanted at most what comes after the warm-up, 8"),
         ({"optimizer": {"lr": 1e-4, "min_lr": 1e-3}},
          "optimizer.min_lr is 0.001, more than optimizer.lr 0.0001"),
+        ({"optimizer": {"lr": 1e-5}, "schedule": {"style": "constant"}},
+         "optimizer.min_lr is 0.0001, more than optimizer.lr 1e-05"),
         ({"schedule": {"warmup_init": 0.1}},
          "schedule.warmup_init is 0.1, more than optimizer.lr 0.001"),
     ],
