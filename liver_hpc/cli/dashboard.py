@@ -35,7 +35,7 @@ def dashboard(run: RunDirectory, options: argparse.Namespace) -> None:
     that has no journal."""
     import asyncio
 
-    from liver_hpc.dashboard.serve import serve
+    from liver_hpc.dashboard.server import serve
     from liver_hpc.report.store import METRICS_FILE
     from liver_hpc.run.entries import JOURNAL_FILE
 

@@ -16,7 +16,9 @@ import pytest
 from liver_hpc.clock import FakeClock
 from liver_hpc.dashboard import server as module
 from liver_hpc.dashboard.page import Page
-from liver_hpc.dashboard.server import MOST_CONNECTIONS, Server, document
+from liver_hpc.dashboard.server import Server, document
+from liver_hpc.host import http_server
+from liver_hpc.host.http_server import MOST_CONNECTIONS
 
 TOKEN = "right-token"
 LIMIT_S = 20.0
@@ -35,8 +37,7 @@ class Served:
         self.loop, self._over = asyncio.get_running_loop(), asyncio.Event()
         self.page = Page()
         self.server = Server(self.page, FakeClock(), TOKEN, "127.0.0.1")
-        await self.server.listen(0)
-        self.port = self.server.address[1]
+        _, self.port = await self.server.listen("127.0.0.1", 0)
         self._ready.set()
         await self._over.wait()
         self.server.close()
@@ -191,14 +192,14 @@ def test_garbage_is_refused(served: Served, garbage: bytes) -> None:
 
 
 def test_a_head_without_an_end_is_hung_up_on(served: Served) -> None:
-    head = b"GET / HTTP/1.1\r\nX: " + b"x" * 2 * module.HEAD_BYTES
+    head = b"GET / HTTP/1.1\r\nX: " + b"x" * 2 * http_server.HEAD_BYTES
     with closing(served.connect()) as connection:
         connection.sendall(head)
         assert is_hung_up_on(connection)
 
 
 def test_who_says_nothing_is_hung_up_on(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "HEAD_S", 0.2)
+    monkeypatch.setattr(http_server, "HEAD_S", 0.2)
     with closing(served.connect()) as silent, closing(served.connect()) as slow:
         slow.sendall(b"GET / HT")
         assert is_hung_up_on(silent)
@@ -206,7 +207,7 @@ def test_who_says_nothing_is_hung_up_on(served: Served, monkeypatch: pytest.Monk
 
 
 def test_who_reads_nothing_is_hung_up_on(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "WRITE_S", 0.2)
+    monkeypatch.setattr(http_server, "WRITE_S", 0.2)
     stream = served.stream()
     stream.event()
     served.publish(text="x" * 2**25)
