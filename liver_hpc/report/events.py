@@ -71,11 +71,16 @@ def _of_action(action: Mapping[str, Any], entry: Entry, step: int) -> Iterator[R
     elif kind == "answer":
         answer = "done" if action["ok"] else "refused"
         yield RunEvent(entry.at_s, step, "note", f"operator: {answer}: {action['text']}")
-    elif kind in RECORDS and (known := _RECORDS.get(action["table"])) is not None:
+    yield from recorded(action, entry.at_s, step)
+
+
+def recorded(action: Mapping[str, Any], at_s: float, step: int) -> Iterator[RunEvent]:
+    """What an action records that is told."""
+    if action["type"] in RECORDS and (known := _RECORDS.get(action["table"])) is not None:
         name, words = known
         for row in rows_of(action):
             record = record_of(TABLES[action["table"]], row)
-            yield RunEvent(entry.at_s, step, name, words(record), asdict(record))
+            yield RunEvent(at_s, step, name, words(record), asdict(record))
 
 
 def _data(event: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,7 +117,8 @@ def _written(event: Mapping[str, Any]) -> str:
 
 def _reconfiguration(record: ReconfigurationRecord) -> str:
     ends = f"{layout_text(record.source)} to {layout_text(record.target)}"
-    words = [f"handoff to generation {record.generation}, {ends}: {record.outcome}"]
+    why = f"{ends} ({record.notice})"
+    words = [f"handoff to generation {record.generation}, {why}: {record.outcome}"]
     if record.outcome == "completed":
         words.append(f"paused {_seconds(record.pause_s)}")
         words.append(f"moved {bytes_text(record.bytes_moved)}")

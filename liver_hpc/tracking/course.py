@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from liver_hpc.errors import ConfigError
+from liver_hpc.report.events import recorded
 from liver_hpc.report.store import RecordsFold
-from liver_hpc.report.wording import layout_text
-from liver_hpc.run.codec import rows_of
 from liver_hpc.run.entries import COORDINATOR_STARTED, STEP_DONE, Entry
 from liver_hpc.tracking.base import LOSS, Mark, Point
 
@@ -38,7 +37,8 @@ class Course:
         self.fold.take(entry)
         try:
             yield from self._points(entry)
-            yield from self._marks(entry)
+            for kind, text in self._marks(entry):
+                yield Mark(self.step, entry.at_s, kind, text)
             if any(map(_ends_a_world, (entry.event, *entry.actions))):
                 self.workers = 0
         except (KeyError, TypeError) as error:
@@ -77,27 +77,22 @@ class Course:
                 if not resumed["weights"]:
                     yield Point(self.step, entry.at_s, {"checkpoint/step": self.step})
 
-    def _marks(self, entry: Entry) -> Iterator[Mark]:
+    def _marks(self, entry: Entry) -> Iterator[tuple[str, str]]:
+        """Kind and text of each."""
         event = entry.event
         match event["type"]:
-            case str(kind) if kind == COORDINATOR_STARTED:
-                if event.get("resumed"):
-                    yield self._mark(
-                        entry, "run", f"goes on from the checkpoint of step {self.step}"
-                    )
+            case str(kind) if kind == COORDINATOR_STARTED and event.get("resumed"):
+                yield "run", f"goes on from the checkpoint of step {self.step}"
             case "took_over":
-                yield self._mark(entry, "run", f"coordinator {event['epoch']} took over")
+                yield "run", f"coordinator {event['epoch']} took over"
             case "checkpoint_failed":
-                yield self._mark(entry, "checkpoint", event["reason"])
+                yield "checkpoint", event["reason"]
         for action in entry.actions:
-            if action["type"] == "record" and (say := _SAID.get(action["table"])) is not None:
-                kind, text = say(next(rows_of(action)))
-                yield self._mark(entry, kind, text)
-            elif action["type"] == "end":
-                yield self._mark(entry, "run", f"{action['state']}: {action['reason']}")
-
-    def _mark(self, entry: Entry, kind: str, text: str) -> Mark:
-        return Mark(self.step, entry.at_s, kind, text)
+            for told in recorded(action, entry.at_s, self.step):
+                if told.kind in _MARKED:
+                    yield _MARKED[told.kind], told.text
+            if action["type"] == "end":
+                yield "run", f"{action['state']}: {action['reason']}"
 
 
 def _ends_a_world(said: Mapping[str, Any]) -> bool:
@@ -106,25 +101,5 @@ def _ends_a_world(said: Mapping[str, Any]) -> bool:
     return halts or said["type"] in (COORDINATOR_STARTED, "end")
 
 
-def _handoff(row: Mapping[str, Any]) -> tuple[str, str]:
-    text = f"{layout_text(row['source'])} -> {layout_text(row['target'])}: {row['outcome']}"
-    if math.isfinite(pause_s := float(row["pause_s"])):
-        text += f", pause {pause_s:.3f} s"
-    return "handoff", "; ".join(filter(None, (text, row["notice"], row["detail"])))
-
-
-def _recovery(row: Mapping[str, Any]) -> tuple[str, str]:
-    return "recovery", (
-        f"{layout_text(row['source'])} -> {layout_text(row['target'])}, back to step "
-        f"{row['step']}, {row['steps_redone']} steps to do again: {row['reason']}"
-    )
-
-
-def _notice(row: Mapping[str, Any]) -> tuple[str, str]:
-    where = f" {row['node']}" if row["node"] else ""
-    return "notice", "; ".join(
-        filter(None, (f"{row['kind']}{where}: {row['outcome']}", row["action"]))
-    )
-
-
-_SAID = {"reconfigurations": _handoff, "recoveries": _recovery, "notices": _notice}
+_MARKED = {"reconfiguration": "handoff", "recovery": "recovery", "notice": "notice"}
+"""Events of `report.events` that are marks, and what these are called."""

@@ -93,8 +93,8 @@ def test_a_handoff_has_what_it_cost() -> None:
         pause_s=0.25, bytes_moved=2**21, notice_s=100.0, first_step_ended_s=104.5,
     )  # fmt: skip
     assert text_of({"type": "any"}, row("reconfigurations", record)) == (
-        "handoff to generation 2, dp2 to tp2 dp2: completed, paused 0.250 s, moved 2.0 MiB, "
-        "4.5 s from its notice on"
+        "handoff to generation 2, dp2 to tp2 dp2 (resize to tp2 pp1 dp2 (operator)): completed, "
+        "paused 0.250 s, moved 2.0 MiB, 4.5 s from its notice on"
     )
 
 

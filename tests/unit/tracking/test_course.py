@@ -109,7 +109,7 @@ def test_a_recovery_is_marked_where_it_was_noticed() -> None:
     assert [what.step for what in told if isinstance(what, Point)] == [1, 2, 3, 2, 3, 4]
     (mark,) = (what for what in told if isinstance(what, Mark))
     assert (mark.kind, mark.step) == ("recovery", 3)
-    assert "back to step 1, 2 steps to do again" in mark.text
+    assert "lost workers 1; filled after 1.0 s, 2 steps are done again" in mark.text
 
 
 def test_handoffs_resumes_takeovers_and_the_end_are_marked() -> None:
@@ -126,7 +126,8 @@ def test_handoffs_resumes_takeovers_and_the_end_are_marked() -> None:
         (
             7,
             "handoff",
-            "dp2 -> tp2 dp2: aborted; resize to tp2 pp1 dp2 (operator); worker 3 lost",
+            "handoff to generation 1, dp2 to tp2 dp2 (resize to tp2 pp1 dp2 (operator)): aborted: "
+            "worker 3 lost",
         ),
         (7, "run", "coordinator 2 took over"),
         (7, "run", "finished: all steps"),
