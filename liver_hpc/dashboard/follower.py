@@ -60,7 +60,8 @@ class Follower:
     def _begin(self) -> None:
         """Nothing is known of the run."""
         self._gathered = RecordsFold()
-        self._standing = Standing()
+        self._held = self._gathered.held
+        self._standing = Standing(self._held)
         self._attempt: LiveAttempt | None = None
         self._steps = self._evaluations = 0  # that the curve has
 
@@ -99,7 +100,7 @@ class Follower:
             self._gathered.take(entry)
             try:
                 self._standing.take(entry)
-                self._attempt = follow_attempt(self._attempt, entry, self._standing.node_of)
+                self._attempt = follow_attempt(self._attempt, entry, self._held.node_of)
             except (KeyError, TypeError, ValueError) as error:
                 where = f"{self._journal}, entry {entry.number}: {error}"
                 raise ConfigError(f"{where}; another version of liver_hpc wrote it") from None
@@ -227,7 +228,7 @@ class Follower:
             "boundary": since(attempt.boundary_s),
             "phases": [[name, since(a), since(b)] for name, a, b in attempt.phases()],
             "lanes": lanes(
-                attempt.lanes(self._standing.node_of), source.workers, target.workers, since
+                attempt.lanes(self._held.node_of), source.workers, target.workers, since
             ),
             "bytes": [attempt.bytes_done, notes.bytes_total],
             "votes": [len(notes.said(m.Vote)), len(attempt.workers)],

@@ -12,7 +12,7 @@ import yaml
 
 from liver_hpc.config.schema import TrainSection
 from liver_hpc.layout.coordinates import RankMap
-from liver_hpc.protocol.messages import WireRankMap
+from liver_hpc.report.holdings import HoldingsFold
 from liver_hpc.run.entries import Entry
 from liver_hpc.run.lifecycle import RECOVERING, STARTING, STOPPING, TRAINING
 
@@ -72,14 +72,15 @@ def close(spans: deque[Span], at_s: float) -> None:
 
 
 class Standing:
-    """Takes one entry after the other.
+    """Takes one entry after the other, each once `held` has taken it.
 
     state: as `RunState` has it, or how the run, or a start of it, has ended; reason: why. steps:
     how many are to be done, 0 where the run file could not be read; train: they and their batches.
     began_s: the run's first entry. last_s: the newest.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, held: HoldingsFold) -> None:
+        self._held = held
         self.name = self.host = self.reason = ""
         self.state: str = STARTING
         self.ended = False
@@ -89,17 +90,11 @@ class Standing:
         self.worlds: deque[WorldSpan] = deque(maxlen=MOST_WORLDS)
         self.nodes: dict[str, NodeLine] = {}
         self.notes: deque[tuple[float, str]] = deque(maxlen=MOST_NOTES)
-        self._node_of_agent: dict[str, str] = {}
-        self._node_of: dict[int, str] = {}
-        self._awaited: dict[int, RankMap] = {}  # worlds that are being built, by generation
 
     @property
     def world(self) -> WorldSpan | None:
         """The one that trains, or did last."""
         return self.worlds[-1] if self.worlds else None
-
-    def node_of(self, worker: int) -> str:
-        return self._node_of.get(worker, "")
 
     def take(self, entry: Entry) -> None:
         event, at_s = entry.event, entry.at_s
@@ -134,7 +129,6 @@ class Standing:
         self._close_all(before_s)
         self.state, self.reason, self.ended = STARTING, "", False
         self.name, self.host = attributes.get("name", ""), attributes.get("host", "")
-        self._awaited.clear()
         self.train = _train(attributes.get("config", ""))
         self.steps = 0 if self.train is None else self.train.steps
 
@@ -142,12 +136,6 @@ class Standing:
         match action["type"]:
             case "note":
                 self.notes.append((at_s, action["text"]))
-            case "launch":
-                nodes = {each["agent"]: each["seat"]["node"] for each in action["agents"]}
-                self._node_of_agent.update(nodes)
-            case "admit":
-                node = self._node_of_agent.get(action["agent"], "")
-                self._node_of.update(dict.fromkeys(action["workers"], node))
             case "send":
                 self._told(action["message"], at_s)
             case "end":
@@ -157,14 +145,8 @@ class Standing:
     def _told(self, message: Message, at_s: float) -> None:
         """What workers are told says what is to come."""
         match message["type"]:
-            case "begin":
-                self._awaits(message["generation"], message["rank_map"])
-                if message.get("checkpoint") is None:
-                    self._begins(message["generation"], at_s)
-            case "refill":
-                self._awaits(message["generation"], message["rank_map"])
-            case "prepare":
-                self._awaits(message["generation"], message["target"])
+            case "begin" if message.get("checkpoint") is None:
+                self._begins(message["generation"], at_s)
             case "proceed" | "verdict":
                 self._begins(message["generation"], at_s)
             case "halt":
@@ -173,19 +155,15 @@ class Standing:
             case "stop":
                 self.state = STOPPING
 
-    def _awaits(self, generation: int, rank_map: Message) -> None:
-        self._awaited[generation] = WireRankMap.model_validate(rank_map).rank_map()
-
     def _begins(self, generation: int, at_s: float) -> None:
         """A world that was being built trains from here on."""
-        rank_map = self._awaited.get(generation)
-        if rank_map is None:
+        told = max((w.generation for w in self.worlds if w.until_s is None), default=-1)
+        if generation <= told or (rank_map := self._held.rank_maps.get(generation)) is None:
             return  # it was told of already
-        self._awaited.clear()
         self.state = TRAINING
         self._close_world(at_s)
         self.worlds.append(WorldSpan(generation, rank_map, at_s))
-        workers = Counter(map(self.node_of, rank_map.workers))
+        workers = Counter(map(self._held.node_of, rank_map.workers))
         for line in self.nodes.values():
             used = line.used[-1] if line.used and line.used[-1].until_s is None else None
             if workers[line.name] != (used.workers if used is not None else 0):

@@ -4,12 +4,14 @@ entries, one after the other. Pure."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import yaml
 
+from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol.messages import WireRankMap
 from liver_hpc.run.entries import COORDINATOR_STARTED, STEP_DONE, Entry
 from liver_hpc.run.records import HoldingRecord, PlacementRecord
@@ -28,10 +30,13 @@ class _Slot(NamedTuple):
 
 class HoldingsFold:
     """What is held is known from what Slurm, or this machine, has granted. A machine with any
-    number of slots is held by the workers that were launched there, each for itself."""
+    number of slots is held by the workers that were launched there, each for itself.
+
+    rank_maps: of worlds that were told of, by generation."""
 
     def __init__(self) -> None:
         self.closed: list[HoldingRecord] = []
+        self.rank_maps: dict[int, RankMap] = {}
         self._open: dict[_Slot, HoldingRecord] = {}
         self._placements: dict[int, list[PlacementRecord]] = {}
         self._unbounded: dict[str, str] = {}  # nodes without a number of slots: their allocation
@@ -60,6 +65,10 @@ class HoldingsFold:
     def workers_of(self, generation: int) -> int:
         """0 for a world that is not known."""
         return sum(row.workers for row in self._placements.get(generation, []))
+
+    def node_of(self, worker: int) -> str:
+        """Empty where it is not known."""
+        return self._seats[worker].node if worker in self._seats else ""
 
     def take(self, entry: Entry) -> None:
         """Raises KeyError where an event lacks a field."""
@@ -135,7 +144,8 @@ class HoldingsFold:
                     self._seats[worker] = slot if slot in self._open else _Slot(node)
             case "send" if (where := RANK_MAPS.get(action["message"]["type"])) is not None:
                 message = action["message"]
-                self._placed(message["generation"], WireRankMap.model_validate(message[where]))
+                wire = WireRankMap.model_validate(message[where])
+                self._placed(message["generation"], wire.rank_map())
                 self._source = message.get("source_generation", -1)
             case "send" if (again := action["message"].get("rebuild_generation")) is not None:
                 before = self._placements.get(self._source, [])
@@ -147,15 +157,13 @@ class HoldingsFold:
                     self._close({*self._open}, self._last_s if not_begun else at_s)
                     self._unbounded.clear()
 
-    def _placed(self, generation: int, wire: WireRankMap) -> None:
-        layout, count = str(wire.rank_map().layout), dict[str, int]()
-        for worker in wire.workers:
-            node = self._seats[worker].node if worker in self._seats else ""
-            count[node] = count.get(node, 0) + 1
+    def _placed(self, generation: int, rank_map: RankMap) -> None:
+        layout, count = str(rank_map.layout), Counter(map(self.node_of, rank_map.workers))
         self._placements[generation] = [
             PlacementRecord(generation, layout, node, workers)
             for node, workers in sorted(count.items())
         ]
+        self.rank_maps[generation] = rank_map
 
 
 def partitions_of(run_file: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ from typing import Any
 from liver_hpc.dashboard.standing import Standing
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol.messages import WireRankMap
+from liver_hpc.report.holdings import HoldingsFold
 from liver_hpc.run.entries import Entry
 
 STARTED = {"type": "coordinator_started", "attributes": {"name": "demo"}}
@@ -30,8 +31,10 @@ def test_a_start_that_ended_suddenly_ended_when_it_was_heard_of_last() -> None:
         Entry(3, 1100.0, {"type": "step_done", "worker": 0, "generation": 0, "step": 0}, []),
         Entry(4, 36000.0, STARTED, []),
     ]
-    standing = Standing()
+    held = HoldingsFold()
+    standing = Standing(held)
     for entry in entries:
+        held.take(entry)
         standing.take(entry)
     node = standing.nodes["n1"]
     assert [(span.from_s, span.until_s) for span in node.held] == [(1010.0, 1100.0)]
