@@ -5,7 +5,7 @@ const BANDS = { boot: "gray", prepare: "orange", crossing: "ink", release: "purp
 const BAND_OF = { BOOT: "boot", PREPARE: "prepare", BOUNDARY: "prepare", TRANSFER: "crossing" };
 Object.assign(BAND_OF, { COMMIT: "crossing", RELEASE: "release", ABORT: "prepare" });
 const NEAR = 25; // nearer marks share a badge
-let curveX = null;
+let curve = null; // the chart as the cursor wants it
 
 function drawCurve() {
   const svg = drawing(byId("curve"), STRIP_END + 24);
@@ -14,7 +14,7 @@ function drawCurve() {
   const reached = told.handoff ? now() : 0;
   const high = Math.max(points.length ? points.at(-1)[1] : told.run.last, reached, low + 1e-3);
   const x = scale(low, high, LEFT, RIGHT);
-  curveX = { x, low, high };
+  curve = { svg, left: LEFT, right: RIGHT, low, high };
   timeAxis(svg, x, low, high, LOSS_TOP, STRIP_END);
   for (const [at, end, words, kind] of bands()) {
     const [from, until] = [Math.max(at, low), Math.max(end ?? now(), low)];
@@ -124,42 +124,6 @@ function drawMarks(svg, x, low) {
   }
 }
 
-// ---- the cursor on the curve: which step is under it, with its figures
-
-const hover = byId("hover");
-
-function nearest(at) {
-  let [low, high] = [0, told.points.length - 1];
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (told.points[middle][1] < at) low = middle + 1;
-    else high = middle;
-  }
-  return told.points[low];
-}
-
-function showStep(event) {
-  const svg = byId("curve").querySelector("svg");
-  if (!svg || !curveX || !told.points.length) return;
-  const box = svg.getBoundingClientRect();
-  const across = ((event.clientX - box.left) / box.width) * WIDTH;
-  const part = (across - LEFT) / (RIGHT - LEFT);
-  if (part < 0 || part > 1) return hideStep();
-  const point = nearest(curveX.low + part * (curveX.high - curveX.low));
-  const loss = point[5] === null ? "not finite" : point[5].toFixed(4);
-  const rate = point[6] === null ? "unknown" : numberText(point[6]);
-  hover.textContent =
-    `step ${point[2]}, generation ${point[3]}: loss ${loss}, ${rate} tokens/s`;
-  hover.hidden = false;
-  const middle = box.left + (curveX.x(point[1]) / WIDTH) * box.width;
-  const most = document.documentElement.clientWidth - hover.offsetWidth - 8;
-  hover.style.left = `${Math.max(8, Math.min(middle - hover.offsetWidth / 2, most))}px`;
-  hover.style.top = `${box.top + window.scrollY - 6}px`;
-}
-
-function hideStep() {
-  hover.hidden = true;
-}
-
-byId("curve").addEventListener("pointermove", showStep);
-byId("curve").addEventListener("pointerleave", hideStep);
+const rowOf = ([, ended, step, generation, , loss, rate]) =>
+  [ended, step, generation, loss?.toFixed(4), rate === null ? null : numberText(rate)];
+showSteps(byId("curve"), () => ({ ...curve, rows: told.points.map(rowOf) }));

@@ -1,4 +1,3 @@
-"use strict";
 // The page of a run that goes on. One stream of events tells each part of `told` anew when it has
 // changed, and of the curve the points from an index on. Times are seconds since the run began.
 

@@ -132,7 +132,8 @@ def document() -> tuple[bytes, str]:
     root = fromstring(beside.joinpath("dashboard.html").read_text(encoding="utf-8"))
     parts = {element.get("id"): element for element in root.iter()}
     style = asset("page.css") + beside.joinpath("dashboard.css").read_text(encoding="utf-8")
-    script = "\n".join(beside.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS)
+    scripts = (beside.joinpath(name).read_text(encoding="utf-8") for name in SCRIPTS)
+    script = "\n".join([asset("cursor.js"), *scripts])
     parts["style"].text, parts["script"].text = style, script
     policy = (
         f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; "

@@ -46,7 +46,7 @@ def page(records: RunRecords, figures: RunFigures, drawn: Mapping[str, Figure]) 
         "facts": " \u00b7 ".join(filter(None, _run_facts(records, figures, times.start_s))),
         "config": shown_config(records.attributes.get("config", "")),
         "steps": json.dumps(strict(step_rows(times)), separators=(",", ":")),
-        "script": asset("page.js"),
+        "script": asset("cursor.js") + asset("page.js"),
     }
     for part, text in texts.items():
         parts[part].text = text
