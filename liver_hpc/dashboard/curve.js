@@ -1,9 +1,8 @@
 // ---- loss and tokens per second
 
 const [LOSS_TOP, LOSS_END, RATE_TOP, RATE_END, STRIP_END] = [28, 226, 242, 372, 398];
-const BANDS = { boot: "gray", prepare: "orange", crossing: "ink", release: "purple" };
-const BAND_OF = { BOOT: "boot", PREPARE: "prepare", BOUNDARY: "prepare", TRANSFER: "crossing" };
-Object.assign(BAND_OF, { COMMIT: "crossing", RELEASE: "release", ABORT: "prepare" });
+const BANDS = { BOOT: "gray", PREPARE: "orange", BOUNDARY: "orange", TRANSFER: "ink" };
+Object.assign(BANDS, { COMMIT: "ink", RELEASE: "purple", ABORT: "orange" });
 const NEAR = 25; // nearer marks share a badge
 let curve = null; // the chart as the cursor wants it
 
@@ -80,15 +79,11 @@ function ratePath(points, x, y) {
 }
 
 function bands() {
-  const found = told.marks.flatMap(({ generation, bands }) =>
-    bands.map(([name, at, end]) => {
-      const words = `handoff ${generation}, ${name}: ${durationText(end - at)}`;
+  return [...told.marks, told.handoff].filter(Boolean).flatMap(({ generation, phases }) =>
+    phases.map(([name, at, end]) => {
+      const words = `handoff ${generation}, ${name}: ${durationText(spanEnd(end) - at)}`;
       return [at, end, words, BANDS[name]];
     }));
-  const live = told.handoff;
-  for (const [name, at, end] of live ? live.phases : [])
-    found.push([at, end, `handoff ${live.generation}: ${name}`, BANDS[BAND_OF[name]]]);
-  return found;
 }
 
 function drawWorlds(svg, x, low, high) {

@@ -4,7 +4,7 @@ figures, and each attempt's lanes."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -12,8 +12,8 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 
 from liver_hpc.report.derive import ReconfigurationFigures, RunFigures
 from liver_hpc.report.page.parts import handoff_facts, handoff_line, table, terms, verdict
-from liver_hpc.report.phases import first_known, spans
 from liver_hpc.report.tables import remarks, sheets, summary_lines
+from liver_hpc.report.worlds import first_known
 from liver_hpc.run.records import RunRecords, WorkerPhaseRecord
 
 MOST_ROWS = 40
@@ -71,12 +71,11 @@ def _last_end_s(phases: Sequence[WorkerPhaseRecord]) -> float:
 
 def _mark(record: ReconfigurationFigures, since: Since) -> dict[str, Any]:
     at_s = first_known(record.source_last_step_ended_s, record.prepare_started_s, record.notice_s)
-    bands = [[name, since(begin_s), since(end_s)] for name, begin_s, end_s in spans(record)]
     return {
         "generation": record.generation,
         "completed": record.completed,
         "at": since(at_s),
-        "bands": bands,
+        "phases": _phases(record, since),
     }
 
 
@@ -90,12 +89,12 @@ def _handoff(
         "line": _html(lambda parent: handoff_line(parent, record)),
         "facts": " \u00b7 ".join(handoff_facts(record)),
         "boundary": since(boundary_s),
-        "phases": [[name, since(a), since(b)] for name, a, b in _phases(record)],
+        "phases": _phases(record, since),
         "lanes": lanes(phases, source, target or source, since),
     }
 
 
-def _phases(record: ReconfigurationFigures) -> Iterator[tuple[str, float, float]]:
+def _phases(record: ReconfigurationFigures, since: Since) -> list[Any]:
     """As far as they were reached."""
     edges = [
         ("BOOT", record.boot_ended_s - record.phases.boot_s),
@@ -106,9 +105,8 @@ def _phases(record: ReconfigurationFigures) -> Iterator[tuple[str, float, float]
         ("RELEASE", record.committed_s),
         ("", record.released_s),
     ]
-    known = [edge for edge in edges if math.isfinite(edge[1])]
-    for (name, begin_s), (_, end_s) in pairwise(known):
-        yield name, begin_s, end_s
+    known = [(name, since(at_s)) for name, at_s in edges if math.isfinite(at_s)]
+    return [[name, begin, end] for (name, begin), (_, end) in pairwise(known)]
 
 
 def _ids(workers: str) -> list[int]:

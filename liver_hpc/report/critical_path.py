@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from liver_hpc.report.worlds import first_known
 from liver_hpc.run.records import CrossingRecord, ReconfigurationRecord
 
 
@@ -83,7 +84,7 @@ def critical_path(
     there_s = max(zero_s, beginner.started_s)
     computed_s = max(there_s, *(row.started_s + row.forward_backward_s for row in ended))
     voted_s = max(computed_s, voter.voted_s)
-    verdict_s = max(voted_s, _known(ender.ended_s - ender.update_s, voted_s))
+    verdict_s = max(voted_s, first_known(ender.ended_s - ender.update_s, voted_s))
     checkpoint_s, digest_s, pack_s, wire_s, other_s = _shared_out(
         there_s - zero_s, record.checkpointed_s - zero_s, *_moving_s(record, beginner)
     )
@@ -113,9 +114,9 @@ def _moving_s(record: ReconfigurationRecord, row: CrossingRecord) -> tuple[float
     digest_s, pack_s = row.parameter_digest_s, row.parameter_pack_s
     wire_s = row.parameter_wire_s  # with what it waited before the boundary: it is shared out last
     if math.isfinite(record.checkpointed_s):
-        digest_s += _known(row.optimizer_digest_s, 0.0)
-        pack_s += _known(row.optimizer_pack_s, 0.0)
-        wire_s += _known(row.optimizer_wire_s, 0.0)
+        digest_s += first_known(row.optimizer_digest_s, 0.0)
+        pack_s += first_known(row.optimizer_pack_s, 0.0)
+        wire_s += first_known(row.optimizer_wire_s, 0.0)
     return digest_s, pack_s, wire_s
 
 
@@ -123,10 +124,6 @@ def _shared_out(total_s: float, *told_s: float) -> list[float]:
     """`total_s` in shares as long as was told, in this order, and what is left of it."""
     shares: list[float] = []
     for each_s in told_s:
-        shares.append(min(max(0.0, _known(each_s, 0.0)), total_s))
+        shares.append(min(max(0.0, first_known(each_s, 0.0)), total_s))
         total_s -= shares[-1]
     return [*shares, total_s]
-
-
-def _known(value: float, otherwise: float) -> float:
-    return value if math.isfinite(value) else otherwise

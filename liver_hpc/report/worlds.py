@@ -149,6 +149,10 @@ def _scaled(medians_s: Mapping[int, float], tokens: int | None) -> float:
     return medians_s[nearest] * (1.0 if nearest == wanted else ratio(wanted, nearest))
 
 
+def first_known(*times_s: float) -> float:
+    return next(filter(math.isfinite, times_s), math.nan)
+
+
 def finite_sum(values: Iterable[float]) -> float:
     """Of what is known."""
     return math.fsum(value for value in values if math.isfinite(value))

@@ -20,8 +20,8 @@ from liver_hpc.report.drawings.canvas import (
     name_rows,
     new_figure,
 )
-from liver_hpc.report.phases import first_known
 from liver_hpc.report.wording import bytes_text, ids_text, layout_text, number_text
+from liver_hpc.report.worlds import first_known
 from liver_hpc.run.records import RunRecords, TrafficRecord, WorkerPhaseRecord
 
 MOST_WORKERS = 48

@@ -23,9 +23,8 @@ from liver_hpc.report.drawings.canvas import (
     tell,
 )
 from liver_hpc.report.drawings.handoff import in_words
-from liver_hpc.report.phases import first_known, spans
 from liver_hpc.report.wording import duration_text, layout_text
-from liver_hpc.report.worlds import built_anew
+from liver_hpc.report.worlds import built_anew, first_known
 from liver_hpc.run.records import RunRecords
 
 POINTS = 700
@@ -92,7 +91,7 @@ def timeline(records: RunRecords, attempts: Sequence[ReconfigurationFigures]) ->
     validation_loss = np.array([each.loss for each in records.evaluations])
     with np.errstate(divide="ignore", invalid="ignore"):
         rates = column("tokens") / (ended_s - began_s)
-    ends_s = [*ended_s, *(end_s - start_s for each in attempts for _, _, end_s in spans(each))]
+    ends_s = [*ended_s, *(end_s - start_s for each in attempts for _, _, end_s in _spans(each))]
     return Timeline(
         start_s,
         max([1e-3, *filter(math.isfinite, ends_s)]),
@@ -106,6 +105,20 @@ def timeline(records: RunRecords, attempts: Sequence[ReconfigurationFigures]) ->
         evaluated_s,
         np.where(np.isfinite(validation_loss), validation_loss, np.nan),
     )
+
+
+def _spans(record: ReconfigurationFigures) -> list[tuple[str, float, float]]:
+    """Begin and end of each of BANDS that the attempt has reached, in epoch time."""
+    boundary_s = record.source_last_step_ended_s
+    # PREPARE ends with the wait for the boundary, as far as the attempt has come.
+    prepared_s = first_known(boundary_s, record.armed_s, record.prepare_ended_s)
+    edges = (
+        ("boot", record.boot_ended_s - record.phases.boot_s, record.boot_ended_s),
+        ("prepare", record.prepare_started_s, prepared_s),
+        ("crossing", boundary_s, record.first_step_ended_s),
+        ("release", record.first_step_ended_s, record.released_s),
+    )
+    return [edge for edge in edges if edge[2] >= edge[1]]  # false where either is NaN
 
 
 def _live(records: RunRecords) -> list[int]:
@@ -156,7 +169,7 @@ def draw(figures: RunFigures, times: Timeline) -> Figure:
     loss, rate, layouts = figure.subplots(3, 1, sharex=True, height_ratios=(10, 7, 1))
     run_time(layouts, times.end_s)
     for record in attempts:
-        for name, *ends_s in spans(record):
+        for name, *ends_s in _spans(record):
             begin_s, end_s = (each_s - times.start_s for each_s in ends_s)
             told = f"handoff {record.generation}, {name}: {duration_text(end_s - begin_s)}"
             for axes in (loss, rate):
