@@ -8,8 +8,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST, generate_latest
 
@@ -90,7 +90,8 @@ class OpenMetrics(Tracker):
             return exposed([*self._of_points(), *self._derived], self._run_name)
 
     def _of_points(self) -> Iterator[Metric]:
-        yield gauge("liver_steps_done", "Training steps that are done.", self._step)
+        about = "Training steps that are done."
+        yield GaugeMetricFamily("liver_steps_done", about, value=self._step)
         yield CounterMetricFamily(
             "liver_failed_checkpoints",
             "Checkpoints that have come to nothing.",
@@ -99,7 +100,8 @@ class OpenMetrics(Tracker):
         values = {**self._newest, **self._now()}
         for name, about in _OF_POINTS.items():
             if name in values:
-                yield gauge(f"liver_{name.replace('/', '_')}", about, values[name])
+                known = f"liver_{name.replace('/', '_')}"
+                yield GaugeMetricFamily(known, about, value=values[name])
         told = {k.removeprefix(RECIPES): v for k, v in values.items() if k.startswith(RECIPES)}
         if told:
             about = "What the recipe told beside the loss of the last step."
@@ -129,19 +131,8 @@ def exposed(families: list[Metric], run_name: str) -> bytes:
         family.samples = [
             sample._replace(labels={"run": run_name, **sample.labels}) for sample in family.samples
         ]
-    registry = CollectorRegistry()
-    registry.register(_Ready(families))
-    return bytes(generate_latest(registry))  # type: ignore[no-untyped-call]
-
-
-class _Ready:
-    """What prometheus_client collects from."""
-
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> list[Metric]:
-        return self._families
+    ready = SimpleNamespace(collect=lambda: families)
+    return bytes(generate_latest(ready))  # type: ignore[no-untyped-call]
 
 
 def of_figures(figures: RunFigures) -> Iterator[Metric]:
@@ -156,7 +147,7 @@ def of_figures(figures: RunFigures) -> Iterator[Metric]:
         ("liver_tokens", "Tokens that were trained with, each once.", figures.tokens),
     ):
         if math.isfinite(value):
-            yield gauge(name, about, value)
+            yield GaugeMetricFamily(name, about, value=value)
     about = "Recoveries from memory."
     yield CounterMetricFamily("liver_recoveries", about, value=len(figures.recoveries))
     outcomes = Counter(attempt.outcome for attempt in figures.reconfigurations)
@@ -191,7 +182,3 @@ def _hours(figures: RunFigures) -> Metric:
 def _last_pause_s(figures: RunFigures) -> float:
     known = [each.pause_s for each in figures.reconfigurations if math.isfinite(each.pause_s)]
     return known[-1] if known else math.nan
-
-
-def gauge(name: str, about: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, about, value=value)
