@@ -29,7 +29,7 @@ import liver_hpc
 from benchmarks.reaper import nothing_outlives
 from liver_hpc.errors import LiverError
 from liver_hpc.host.files import write_whole
-from liver_hpc.report.report import strict
+from liver_hpc.report.wording import strict
 from liver_hpc.run.records import RunRecords
 
 Value = TypeVar("Value")

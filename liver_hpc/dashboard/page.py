@@ -10,7 +10,7 @@ import secrets
 from typing import Any
 
 from liver_hpc.dashboard.curve import Curve, Point
-from liver_hpc.report.report import strict
+from liver_hpc.report.wording import strict
 
 
 class Page:

@@ -3,12 +3,11 @@ know. Pure."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from liver_hpc.report.wording import NOTHING, bytes_text, duration_text, layout_text
+from liver_hpc.report.wording import NOTHING, bytes_text, duration_text, layout_text, strict
 from liver_hpc.run.codec import RECORDS, record_of, rows_of
 from liver_hpc.run.entries import COORDINATOR_STARTED, STEP_DONE, Entry
 from liver_hpc.run.observation import WOULD_HAVE
@@ -37,10 +36,9 @@ class RunEvent:
     data: Mapping[str, Any] = field(default_factory=dict)
 
     def document(self) -> dict[str, Any]:
-        """For programs; JSON does not know NaN: what is not known is None."""
-        known = {name: _finite(value) for name, value in self.data.items()}
+        """For programs; what is not known is None."""
         about = {"t": self.at_s, "step": self.step, "kind": self.kind, "text": self.text}
-        return {**about, "data": known}
+        return {**about, "data": strict(self.data)}
 
 
 def events_of(entries: Iterable[Entry]) -> Iterator[RunEvent]:
@@ -65,7 +63,7 @@ def _of_action(action: Mapping[str, Any], entry: Entry, step: int) -> Iterator[R
     # What is noted of a checkpoint stands in its event, of an observation or a straggler in its
     # record.
     if kind == "note":
-        told = entry.event.get("type") in _TOLD_ALREADY
+        told = entry.event.get("type") == "checkpoint_written"
         if not (told or action["text"].startswith(WOULD_HAVE) or NAMED in action["text"]):
             yield RunEvent(entry.at_s, step, "note", action["text"])
     elif kind == "answer":
@@ -86,10 +84,6 @@ def recorded(action: Mapping[str, Any], at_s: float, step: int) -> Iterator[RunE
 def _data(event: Mapping[str, Any]) -> dict[str, Any]:
     """An event without what is long, or nobody's business: the run file, the environment."""
     return {name: value for name, value in event.items() if name not in ("type", "attributes")}
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # ---- in words
@@ -165,7 +159,6 @@ _TOLD: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "checkpoint_written": ("checkpoint", _written),
 }
 """Events that are told themselves; of others what followed from them is."""
-_TOLD_ALREADY = ("checkpoint_written",)
 _RECORDS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "reconfigurations": ("reconfiguration", _reconfiguration),
     "recoveries": ("recovery", _recovery),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -15,7 +14,7 @@ from rich.text import Text
 
 from liver_hpc.report.derive import run_figures
 from liver_hpc.report.tables import Cell, Sheet, remarks, sheets, summary_lines, trace_sheet
-from liver_hpc.report.wording import duration_text, number_text
+from liver_hpc.report.wording import duration_text, number_text, strict
 from liver_hpc.run.records import TABLES, RunRecords
 
 NAMING = ("kind", "node", "allocation", "generation", "outcome", "action")
@@ -60,15 +59,6 @@ def _recovery(figures: dict[str, Any]) -> dict[str, Any]:
     """A recovery as it was recorded, and what is derived of it."""
     record: dict[str, Any] = figures.pop("record")
     return record | figures
-
-
-def strict(value: Any) -> Any:
-    """JSON knows neither NaN nor infinity."""
-    if isinstance(value, Mapping):
-        return {name: strict(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [strict(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # ---- for a terminal

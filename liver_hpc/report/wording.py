@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 NOTHING = "-"
 """In the place of a figure that cannot be known."""
@@ -59,3 +60,12 @@ def ids_text(workers: Iterable[int]) -> str:
             runs.append([worker])
     parts = (str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return ", ".join(parts) or "none"
+
+
+def strict(value: Any) -> Any:
+    """JSON knows neither NaN nor infinity."""
+    if isinstance(value, Mapping):
+        return {name: strict(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -24,9 +24,8 @@ from liver_hpc.report.page.parts import (
     verdict,
 )
 from liver_hpc.report.page.shown import shown_config
-from liver_hpc.report.report import strict
 from liver_hpc.report.tables import remarks, sheets, summary_lines
-from liver_hpc.report.wording import duration_text
+from liver_hpc.report.wording import duration_text, strict
 from liver_hpc.run.records import RunRecords
 
 MOST_OPEN = 6
