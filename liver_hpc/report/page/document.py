@@ -6,8 +6,10 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
+from typing import Any
 from xml.etree.ElementTree import Element, SubElement, fromstring, tostring
 
+import yaml
 from matplotlib.figure import Figure
 
 from liver_hpc.report.derive import ReconfigurationFigures, RunFigures
@@ -23,13 +25,14 @@ from liver_hpc.report.page.parts import (
     terms,
     verdict,
 )
-from liver_hpc.report.page.shown import shown_config
 from liver_hpc.report.tables import remarks, sheets, summary_lines
 from liver_hpc.report.wording import duration_text, strict
 from liver_hpc.run.records import RunRecords
 
 MOST_OPEN = 6
 """Of more handoffs than this only the costliest is unfolded at first."""
+HIDDEN = "not shown here"
+_LISTS, _TEXTS = ("setup", "options", "step_options"), ("health_check", "export")
 
 
 def page(records: RunRecords, figures: RunFigures, drawn: Mapping[str, Figure]) -> str:
@@ -111,3 +114,30 @@ def _handoff(details: Element, record: ReconfigurationFigures) -> None:
 def _drawing(parent: Element, name: str, drawing: Figure) -> None:
     element = svg(drawing, name)
     scrolling(parent, element, element.get("aria-label", "").partition(".")[0])
+
+
+# ---- the run file, as it may be handed around
+
+
+def shown_config(text: str) -> str:
+    """A run file's text with the lines of shell that sites log in with (`setup`, `health_check`),
+    the environment that sbatch and srun are given (`export`), and that a container is (its
+    options), replaced; as it is where there are none, or where it is no run file.
+    """
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    shown = _shown(document, "")
+    return text if shown == document else yaml.safe_dump(shown, sort_keys=False)
+
+
+def _shown(value: Any, key: str) -> Any:
+    """What stands under a key of the file."""
+    if value and key in _TEXTS:
+        return HIDDEN
+    if isinstance(value, dict):
+        return {name: _shown(inner, name) for name, inner in value.items()}
+    if value and key in _LISTS:
+        return [f"({len(value)}, {HIDDEN})"]
+    return [_shown(each, "") for each in value] if isinstance(value, list) else value

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from liver_hpc.report.page.shown import HIDDEN, shown_config
+from liver_hpc.report.page.document import HIDDEN, shown_config
 
 RUN_FILE = """\
 name: big
@@ -23,7 +23,7 @@ def test_a_page_does_not_show_what_a_site_logs_in_with() -> None:
     shown = shown_config(RUN_FILE)
     assert "hunter2" not in shown
     slurm = yaml.safe_load(shown)["cluster"]["slurm"]
-    assert slurm["setup"] == [f"(2 lines, {HIDDEN})"]
+    assert slurm["setup"] == [f"(2, {HIDDEN})"]
     assert slurm["burst"]["options"] == {"export": HIDDEN, "qos": "low"}
     assert slurm["step_options"] == {"export": HIDDEN, "mpi": "pmix"}
     assert slurm["container"] == {"runtime": "apptainer", "options": [f"(2, {HIDDEN})"]}
