@@ -60,8 +60,8 @@ def show(run_directory: Path, as_json: bool = False, trace: Path | None = None) 
     when the records are unreadable, or the trace is."""
     from rich.console import Console
 
-    from liver_hpc.report.replayed import compared
     from liver_hpc.report.report import print_report, print_trace, report_json
+    from liver_hpc.report.traces import compared
 
     records = _records(run_directory)
     replayed = None if trace is None else compared(trace, records)

@@ -1,4 +1,5 @@
-"""Traces of events, and what they cost a job that answers them. Pure, but for `read_trace`.
+"""Traces of events, and what they cost a job that answers them, by what a run's own changes have
+cost. Pure, but for `read_trace`.
 
 A job that is busy answering one event answers all that came meanwhile at once, with its next
 change.
@@ -8,15 +9,22 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from liver_hpc.errors import ConfigError
+from liver_hpc.layout.coordinates import Layout
+from liver_hpc.report.derive import ReconfigurationFigures, RunFigures, run_figures
+from liver_hpc.report.hours import HOUR_S, held_spans, overlap_s
+from liver_hpc.run.records import RunRecords
 
 COLUMNS = ("at_s", "workers", "warning_s")
-HOUR_S = 3600.0
+LIVE, RESTART, STABLE = "live", "restart", "none preemptible"
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,8 @@ class Strategy:
 class Played:
     """What a trace comes to. tokens: trained. held_h: worker-hours of nodes that were held. lost_h:
     of them in which workers with a seat made no progress. goodput: the share of time in which
-    training made progress. changes: answers; late: those of them that came too late."""
+    training made progress. changes: answers; late: those of them that came too late.
+    tokens_per_hour: for each worker-hour that was held."""
 
     strategy: str
     tokens: float
@@ -69,11 +78,7 @@ class Played:
     goodput: float
     changes: int
     late: int
-
-    @property
-    def tokens_per_hour(self) -> float:
-        """Tokens for each worker-hour that was held."""
-        return self.tokens / self.held_h
+    tokens_per_hour: float
 
 
 def play(trace: Trace, strategy: Strategy, rate: Callable[[int], float]) -> Played:
@@ -100,13 +105,8 @@ def play(trace: Trace, strategy: Strategy, rate: Callable[[int], float]) -> Play
         workers, at_s, changes = target, ended_s, changes + 1
     tokens += rate(workers) * (length_s - at_s)
     lost_h, held_h = lost_worker_s / HOUR_S, _held_s(trace) / HOUR_S
-    return Played(strategy.name, tokens, held_h, lost_h, 1.0 - lost_s / length_s, changes, late)
-
-
-def without_events(trace: Trace, name: str, rate: Callable[[int], float]) -> Played:
-    """Of the workers that are there from the start, alone."""
-    held_h = trace.workers * trace.length_s / HOUR_S
-    return Played(name, rate(trace.workers) * trace.length_s, held_h, 0.0, 1.0, 0, 0)
+    goodput, rate_h = 1.0 - lost_s / length_s, tokens / held_h
+    return Played(strategy.name, tokens, held_h, lost_h, goodput, changes, late, rate_h)
 
 
 def _held_s(trace: Trace) -> float:
@@ -159,3 +159,113 @@ def _event(where: str, row: dict[str, str]) -> Event:
     if not (math.isfinite(event.at_s) and math.isfinite(event.warning_s) and event.warning_s >= 0):
         raise ConfigError(f"{where}: wanted finite times, and a warning_s of 0 or more")
     return event
+
+
+# ---- a run's own costs
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one run. grows, shrinks: a handoff to more workers, to as many or fewer. restart: with
+    every change. restart_is: where that is from. rates: tokens a second by workers."""
+
+    grows: Cost
+    shrinks: Cost
+    restart: Cost
+    restart_is: str
+    rates: Mapping[int, float]
+
+    def rate(self, workers: int) -> float:
+        """That of so many workers; where it was not measured, the nearest one's for each worker."""
+        nearest = min(self.rates, key=lambda known: (abs(known - workers), known))
+        return self.rates[nearest] * workers / nearest
+
+    def live(self, before: int, after: int) -> Cost:
+        return self.grows if after > before else self.shrinks
+
+
+def compared(path: Path, records: RunRecords) -> dict[str, Any]:
+    """For programs: each strategy's figures, and the costs behind them. Raises ConfigError for a
+    trace that is none, and for a run that has not measured what is wanted."""
+    trace, costs = read_trace(path), measured(run_figures(records), records)
+    return {
+        "workers": trace.workers,
+        "length_s": trace.length_s,
+        "events": len(trace.events),
+        "grow": vars(costs.grows),
+        "shrink": vars(costs.shrinks),
+        "restart": vars(costs.restart),
+        "restart_is": costs.restart_is,
+        "tokens_per_s": dict(costs.rates),
+        "strategies": [vars(each) for each in strategies(trace, costs)],
+    }
+
+
+def strategies(trace: Trace, costs: Measured) -> list[Played]:
+    """A node that is gone before it could be left live costs what a restart costs."""
+    live = Strategy(LIVE, costs.live, late=costs.restart)
+    restart = Strategy(RESTART, lambda before, after: costs.restart, late=costs.restart)
+    return [
+        play(trace, live, costs.rate),
+        play(trace, restart, costs.rate),
+        play(replace(trace, events=()), replace(restart, name=STABLE), costs.rate),
+    ]
+
+
+def measured(figures: RunFigures, records: RunRecords) -> Measured:
+    """Raises ConfigError where the run has no completed handoff, or nothing that a restart can be
+    judged by."""
+    done = [each for each in figures.reconfigurations if each.completed]
+    done = [each for each in done if math.isfinite(each.cost_s + each.reconfiguration_s)]
+    if not done:
+        raise ConfigError("--trace wants a run with a completed handoff: its costs are taken")
+    growing = [each for each in done if _growth(each) > 0]
+    shrinking = [each for each in done if _growth(each) <= 0]
+    restart_s, restart_is = _restart(records)
+    rates: dict[int, list[float]] = defaultdict(list)
+    for world in figures.generations:
+        if world.layout and math.isfinite(world.tokens_per_s):
+            rates[Layout.parse(world.layout).workers].append(world.tokens_per_s)
+    if not rates:
+        raise ConfigError("--trace wants a run with a world whose step time is known")
+    return Measured(
+        grows=_median(growing or done),
+        shrinks=_median(shrinking or done),
+        restart=Cost(restart_s, restart_s),
+        restart_is=restart_is,
+        rates={workers: statistics.median(found) for workers, found in sorted(rates.items())},
+    )
+
+
+def _growth(attempt: ReconfigurationFigures) -> int:
+    return Layout.parse(attempt.target).workers - Layout.parse(attempt.source).workers
+
+
+def _median(attempts: Sequence[ReconfigurationFigures]) -> Cost:
+    lost_s = max(0.0, statistics.median(each.cost_s for each in attempts))
+    busy_s = statistics.median(each.reconfiguration_s for each in attempts)
+    return Cost(lost_s, max(lost_s, busy_s))
+
+
+def _restart(records: RunRecords) -> tuple[float, str]:
+    """What of it the run has measured; steps since the last checkpoint are in none of it."""
+    if gaps_s := _gaps_s(records):
+        return statistics.median(gaps_s), "the median of its own restarts, while nodes were held"
+    granted_s = min((each.granted_s for each in records.holdings), default=math.nan)
+    first_s = records.steps[0].started_s if records.steps else math.nan
+    if not first_s > granted_s:
+        raise ConfigError("--trace wants a run whose start is recorded: a restart is judged by it")
+    return first_s - granted_s, "its start, from the grant of nodes to a first step; nothing saved"
+
+
+def _gaps_s(records: RunRecords) -> list[float]:
+    """Between the last step of a world and the first of the next one, as long as a node was held,
+    where that was no handoff, no recovery and no way back."""
+    live = {each.generation for each in records.reconfigurations}
+    live |= {generation + 1 for generation in live} | {r.generation for r in records.recoveries}
+    held = held_spans(records.holdings) or [(-math.inf, math.inf)]  # none is known
+    found = []
+    for before, step in zip(records.steps, records.steps[1:], strict=False):
+        if step.generation != before.generation and step.generation not in live:
+            found.append(overlap_s(held, before.ended_s, step.started_s))
+    return found
