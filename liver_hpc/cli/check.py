@@ -38,18 +38,18 @@ _LOCAL_WORKERS = 8
 _LOCAL_WORKERS_PER_CORE = 4
 
 
-def check_run(
-    config: RunConfig, recipe: Recipe, found: Sequence[str] = (), derived: bool = True
-) -> None:
-    """Raises ConfigError with everything that is wrong with the run, one problem a line.
+def check_run(config: RunConfig, recipe: Recipe, found: Sequence[str] = ()) -> None:
+    """Raises ConfigError with everything that is wrong with the run, one problem a line; as far as
+    that can be seen without the spec of the recipe's model, where that is not known yet.
 
-    derived: whether the spec of the recipe's model is known, which some checks need. `found`:
-    problems that were found elsewhere, told with these. `config.cluster.kind` "local"
-    also checks this machine, "slurm" what is asked of the cluster; resolve "auto" before.
+    found: problems that were found elsewhere, told with these. `config.cluster.kind` "local" also
+    checks this machine, "slurm" what is asked of the cluster; resolve "auto" before.
     """
-    layouts = [*_check_layouts(config, recipe, derived)]
-    if derived and not layouts:
-        layouts += _check_changes(config, recipe)
+    layouts = [*_check_layouts(config, recipe)]
+    if recipe.knows_spec and not layouts:  # those that fit a worker each may not do so in pairs
+        budget = Budget(config, recipe.spec, recipe.rehearsal_bytes)
+        fault = budget.change_fault(config.layouts_listed)
+        layouts += [f"handoff {fault}"] if fault else []
     problems = [
         *found,
         *_check_counts(config),
@@ -111,7 +111,7 @@ def _check_counts(config: RunConfig) -> Iterator[str]:
             yield f"layouts.{count}: more workers than workers.max, which is {most}"
 
 
-def _check_layouts(config: RunConfig, recipe: Recipe, derived: bool) -> Iterator[str]:
+def _check_layouts(config: RunConfig, recipe: Recipe) -> Iterator[str]:
     for count in config.worker_counts:
         if not config.layout_table[count]:
             yield f"layouts.{count}: wanted at least one layout, got none"
@@ -123,7 +123,7 @@ def _check_layouts(config: RunConfig, recipe: Recipe, derived: bool) -> Iterator
                 yield f"{where}: given twice"
             faults = [batch_fault(config.train, layout)]
             try:
-                if not derived:
+                if not recipe.knows_spec:
                     recipe.check_options_in(layout)
                 else:
                     recipe.check_layout(layout)
@@ -131,13 +131,6 @@ def _check_layouts(config: RunConfig, recipe: Recipe, derived: bool) -> Iterator
             except ConfigError as error:
                 faults.append(str(error))
             yield from (f"{where}: {fault}" for fault in faults if fault)
-
-
-def _check_changes(config: RunConfig, recipe: Recipe) -> Iterator[str]:
-    """Layouts that fit a worker each may not do so in pairs."""
-    budget = Budget(config, recipe.spec, recipe.rehearsal_bytes)
-    if fault := budget.change_fault(config.layouts_listed):
-        yield f"handoff {fault}"
 
 
 def _check_notices(config: RunConfig) -> Iterator[str]:

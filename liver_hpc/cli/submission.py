@@ -69,7 +69,7 @@ def checked_run(config: RunConfig, cluster: str | None = None) -> tuple[RunConfi
         for line in recipe.notes(recipe.options):
             print(f"liver: note: {line}", file=sys.stderr)
         if config.layouts != AUTO:  # what is wrong anyway is told before a model is built
-            check_run(config, recipe, found, derived=False)
+            check_run(config, recipe, found)
         recipe.spec = derive_spec(config)
         config = resolve_layouts(config, recipe.spec, recipe.check_layout)
         resolved = load_recipe(config)  # it knows the run as it is resolved

@@ -22,7 +22,7 @@ from tests.unit.layout.models import TIED
 class FourHeads:
     """A recipe's word on layouts: tp divides 4 heads."""
 
-    spec = TIED
+    spec, knows_spec = TIED, True
 
     def check_layout(self, layout: Layout) -> None:
         if 4 % layout.tp:

@@ -169,5 +169,5 @@ def test_the_file_for_a_script_of_megatron_lm_is_complete(configs: Path) -> None
     assert len(path.read_text().splitlines()) <= 15
     config = load_users_run(path)
     config = config.model_copy(update={"cluster": ClusterSection(kind="local")})
-    check_run(config, load_recipe(config), derived=False)
+    check_run(config, load_recipe(config))
     assert (config.train.steps, config.schedule.style) == (400, "cosine")

@@ -42,4 +42,4 @@ def test_data_that_is_not_there_is_told_before_a_worker_boots(tmp_path: Path) ->
     path = run_file(tmp_path, more, job=JOB.replace("--mock-data", ""))
     config = load_users_run(path)
     with pytest.raises(ConfigError, match=r"model\.args: --train-data-path: /nosuch/a\.idx is"):
-        check_run(config, load_recipe(config), derived=False)
+        check_run(config, load_recipe(config))
