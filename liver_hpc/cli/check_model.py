@@ -9,8 +9,7 @@ compared with those of one worker.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +39,6 @@ STEP_S = 60.0
 POLL_S = 0.1
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What a few steps in one layout came to: loss and gradient norm of each, in turn."""
-
-    layout: Layout
-    values: tuple[float, ...]
-
-    def apart(self, other: Trained) -> float:
-        """The largest relative difference to another's values; NaN where one is not finite."""
-        if not all(map(math.isfinite, (*self.values, *other.values))):
-            return math.nan  # which `max` would step over
-        both = zip(self.values, other.values, strict=True)
-        return max(abs(mine - theirs) / max(abs(theirs), 1e-30) for mine, theirs in both)
-
-
 def check_model(config: RunConfig, tell: Callable[[str], None]) -> bool:
     """Trains STEPS steps on this machine in the least of each of the run's layouts, in which each
     worker's model is the same, and says how far each is from one worker's; whether all are near
@@ -72,11 +56,10 @@ def check_model(config: RunConfig, tell: Callable[[str], None]) -> bool:
         raise ConfigError(*filter(None, problems))
     limit = LIMITS[spec.parameter_bytes]
     wanted = _train(config, whole)
-    tell(f"{whole}: loss {', '.join(f'{loss:.6g}' for loss in wanted.values[::2])}")
+    tell(f"{whole}: loss {', '.join(f'{loss:.6g}' for loss in wanted[::2])}")
     equal = True
     for layout in others:
-        found = _train(config, layout)
-        apart = found.apart(wanted)
+        apart = _apart(_train(config, layout), wanted)
         near = apart <= limit  # false for NaN
         verdict = "the same" if near else f"ANOTHER MODEL (at most {limit:g} apart is the same)"
         tell(f"{layout}: at most {apart:.2g} apart: {verdict}")
@@ -124,8 +107,16 @@ def _too_large(spec: ModelSpec, layout: Layout, free_bytes: int) -> str:
     )
 
 
-def _train(config: RunConfig, layout: Layout) -> Trained:
-    """The first steps in one layout."""
+def _apart(found: Sequence[float], wanted: Sequence[float]) -> float:
+    """The largest relative difference; NaN where a value is not finite."""
+    if not all(map(math.isfinite, (*found, *wanted))):
+        return math.nan  # which `max` would step over
+    both = zip(found, wanted, strict=True)
+    return max(abs(mine - theirs) / max(abs(theirs), 1e-30) for mine, theirs in both)
+
+
+def _train(config: RunConfig, layout: Layout) -> list[float]:
+    """Loss and gradient norm of each of the first steps in one layout, in turn."""
     run = submit_run(_alone(config, layout), "local")
     limit_s = config.deadlines.boot_s + STEPS * STEP_S
     try:
@@ -136,8 +127,7 @@ def _train(config: RunConfig, layout: Layout) -> Trained:
     if outcome.state != "finished":
         raise LiverError(f"{layout}: {outcome}; {run.where_logs_are()}")
     steps = read_run(run.path).steps
-    values = tuple(value for step in steps for value in (step.loss, step.grad_norm))
-    return Trained(layout, values)
+    return [value for step in steps for value in (step.loss, step.grad_norm)]
 
 
 def _alone(config: RunConfig, layout: Layout) -> RunConfig:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from liver_hpc.cli import check_model as check
-from liver_hpc.cli.check_model import Trained, check_model
+from liver_hpc.cli.check_model import check_model
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Layout
@@ -87,13 +87,13 @@ def test_layouts_of_every_axis_are_compared_each_at_its_least(
     """No layout twice that differs in dp alone; the learning rate is that of the whole run."""
     trained: list[str] = []
 
-    def train(config: RunConfig, layout: Layout) -> Trained:
+    def train(config: RunConfig, layout: Layout) -> list[float]:
         trained.append(str(layout))
         (count,) = check._alone(config, layout).worker_counts
         assert check._alone(config, layout).allowed_layouts(count) == [layout]
         assert check._alone(config, layout).schedule.decay_steps == config.train.steps
         assert check._alone(config, layout).checkpoint.every_steps is None
-        return Trained(layout, (1.0, 2.0 + 1e-6 * len(trained)))
+        return [1.0, 2.0 + 1e-6 * len(trained)]
 
     monkeypatch.setattr(check, "_train", train)
     schedule = {"warmup_steps": 5, "decay_steps": None}
@@ -117,7 +117,7 @@ def test_what_trains_to_no_number_is_another_model(
         monkeypatch.setattr(
             check,
             "_train",
-            lambda _, layout, of=wrong: Trained(layout, (1.0, value if str(layout) in of else 2.0)),
+            lambda _, layout, of=wrong: [1.0, value if str(layout) in of else 2.0],
         )
         said: list[str] = []
         assert not check_model(run_config(tmp_path, 10, layouts={2: {"tp": 2}}), said.append)
