@@ -56,7 +56,7 @@ def _perform(options: argparse.Namespace) -> int:
     """Raises OSError where nobody knew of one: above all where the output cannot be written."""
     try:
         _check_directory()
-        return _COMMANDS[options.command](options)
+        return _COMMANDS[options.command](options) or EXIT_OK
     except ConfigError as error:
         return _complain(error, EXIT_BAD_INPUT)
     except RequestRefused as error:
@@ -82,11 +82,10 @@ def _complain(error: object, code: int) -> int:
     return code
 
 
-def _init(options: argparse.Namespace) -> int:
+def _init(options: argparse.Namespace) -> None:
     from liver_hpc.cli.init import init
 
     init(options)
-    return EXIT_OK
 
 
 def _submit(options: argparse.Namespace) -> int:
@@ -203,29 +202,26 @@ def _status(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _list(options: argparse.Namespace) -> int:
+def _list(options: argparse.Namespace) -> None:
     from liver_hpc.cli.list_runs import runs_json, runs_text
 
     text = runs_json if options.json else runs_text
     print(text(options.runs_directory))
-    return EXIT_OK
 
 
-def _logs(options: argparse.Namespace) -> int:
+def _logs(options: argparse.Namespace) -> None:
     from liver_hpc.cli.logs import show_log
 
     show_log(_find(options.run, options), options.worker, options.agent, options.follow)
-    return EXIT_OK
 
 
-def _events(options: argparse.Namespace) -> int:
+def _events(options: argparse.Namespace) -> None:
     from liver_hpc.cli.events import show_events
 
     show_events(_find(options.run, options), options.since, options.json, options.follow)
-    return EXIT_OK
 
 
-def _ask(options: argparse.Namespace) -> int:
+def _ask(options: argparse.Namespace) -> None:
     from liver_hpc.cli.client import request
     from liver_hpc.layout.coordinates import Layout
     from liver_hpc.protocol.messages import (
@@ -244,7 +240,6 @@ def _ask(options: argparse.Namespace) -> int:
     else:
         message = DrainRequest(node=options.node, within_s=options.within_s, undo=options.undo)
     print(request(_find(options.run, options), message).text)
-    return EXIT_OK
 
 
 def _stop(options: argparse.Namespace) -> int:
@@ -259,18 +254,16 @@ def _stop(options: argparse.Namespace) -> int:
     return code if newest_step(run.checkpoints_path) >= outcome.step else EXIT_FAILED
 
 
-def _report(options: argparse.Namespace) -> int:
+def _report(options: argparse.Namespace) -> None:
     from liver_hpc.report.command import report
 
     report(_find(options.run, options).path, options)
-    return EXIT_OK
 
 
-def _dashboard(options: argparse.Namespace) -> int:
+def _dashboard(options: argparse.Namespace) -> None:
     from liver_hpc.cli.dashboard import dashboard
 
     dashboard(_find(options.run, options), options)
-    return EXIT_OK
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -284,7 +277,7 @@ def _doctor(options: argparse.Namespace) -> int:
         return _complain("interrupted; nothing of the examination is left", EXIT_INTERRUPTED)
 
 
-def _prepare_data(options: argparse.Namespace) -> int:
+def _prepare_data(options: argparse.Namespace) -> None:
     from liver_hpc.config.load import absolute_paths
     from liver_hpc.recipes.completion import load_users_run
     from liver_hpc.recipes.text_data import prepare
@@ -294,7 +287,6 @@ def _prepare_data(options: argparse.Namespace) -> int:
         raise ConfigError(f"{options.config}: data.text is not given; there is nothing to prepare")
     held = prepare(data)
     print(f"{held.prefix}: {held.documents} documents, {held.tokens} tokens of {held.token_type}")
-    return EXIT_OK
 
 
 def _check_model(options: argparse.Namespace) -> int:
@@ -310,14 +302,13 @@ def _check_model(options: argparse.Namespace) -> int:
     return EXIT_OK if equal else EXIT_FAILED
 
 
-def _schema(options: argparse.Namespace) -> int:
+def _schema(options: argparse.Namespace) -> None:
     from liver_hpc.config.load import schema_text
 
     print(schema_text(), end="")
-    return EXIT_OK
 
 
-_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "init": _init,
     "submit": _submit,
     "run": _run,

@@ -125,7 +125,9 @@ def new_parser() -> argparse.ArgumentParser:
         help="in a step of a job whose batch script went with its node: do for the job what that "
         "would have done, near the end of its time and at the end of the run",
     )
-    _list_options(command("list", "the runs here, the newest first"))
+    listed = command("list", "the runs here, the newest first")
+    _directory(listed, "where runs are (default: runs)", RUNS_DIRECTORY)
+    _json(listed, "a list of objects, for programs")
     _json(of_run("status", "what a run is doing"), "the snapshot, for programs")
     _logs_options(of_run("logs", "what a run's processes have logged"))
     _events_options(of_run("events", "what happened in a run, line by line"))
@@ -134,7 +136,10 @@ def new_parser() -> argparse.ArgumentParser:
     add_report_options(of_run("report", "what a run's reconfigurations cost"))
     _doctor_options(command("doctor", "whether this cluster has what a run needs"))
     _run_file(command("prepare-data", "tokenize the text that a run file names"))
-    _check_model_options(command("check-model", "whether the model is the same in all layouts"))
+    checked = command("check-model", "whether the model is the same in all layouts")
+    _run_file(checked)
+    text = "instead: how long the layers take here, as the run file has it (model.layer_times)"
+    checked.add_argument("--times", action="store_true", help=text)
     command("schema", "the JSON schema of run files, for editors")
     return parser
 
@@ -210,11 +215,6 @@ def _submit_options(parser: argparse.ArgumentParser) -> None:
     add("--follow", action=argparse.BooleanOptionalAction, help=text)
 
 
-def _list_options(parser: argparse.ArgumentParser) -> None:
-    _directory(parser, "where runs are (default: runs)", RUNS_DIRECTORY)
-    _json(parser, "a list of objects, for programs")
-
-
 def _follow(parser: argparse.ArgumentParser) -> None:
     text = "go on with what comes, until the run ends"
     parser.add_argument("--follow", action="store_true", help=text)
@@ -264,12 +264,6 @@ def _doctor_options(parser: argparse.ArgumentParser) -> None:
     add("--grant-s", type=_seconds, metavar="S", help="wait at most this long for the nodes")
     _directory(parser, "where runs are to be (default: runs)", None)
     _json(parser, "one JSON object a line")
-
-
-def _check_model_options(parser: argparse.ArgumentParser) -> None:
-    _run_file(parser)
-    text = "instead: how long the layers take here, as the run file has it (model.layer_times)"
-    parser.add_argument("--times", action="store_true", help=text)
 
 
 def _value(wanted: str, kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:
