@@ -35,6 +35,7 @@ def dashboard(run: RunDirectory, options: argparse.Namespace) -> None:
     that has no journal."""
     import asyncio
 
+    from liver_hpc.cli.client import Watch
     from liver_hpc.dashboard.server import serve
     from liver_hpc.report.store import METRICS_FILE
     from liver_hpc.run.entries import JOURNAL_FILE
@@ -42,14 +43,22 @@ def dashboard(run: RunDirectory, options: argparse.Namespace) -> None:
     journal = run.path / JOURNAL_FILE
     if not journal.exists() and (run.path / METRICS_FILE).exists():
         raise ConfigError(f"{run} has no {JOURNAL_FILE} to follow; see `liver report {run}`")
-    host = options.host
+    host, watch = options.host, Watch(run)
+
+    def ask() -> HandoffStatus | None:
+        """Over one connection; None where nobody answers."""
+        try:
+            snapshot = watch.snapshot()
+        except LiverError:
+            return None
+        return None if snapshot is None else snapshot.handoff
 
     def tell(port: int, token: str) -> None:
         for line in told(run, host, port, token):
             print(line, flush=True)
 
     try:
-        asyncio.run(serve(journal, host, options.port, Asker(run), tell))
+        asyncio.run(serve(journal, host, options.port, ask, tell))
     except KeyboardInterrupt:
         print()
 
@@ -75,20 +84,3 @@ def forwarding(host: str, port: int) -> str:
 
     user = f"{getuser()}@{gethostname()}"
     return f"ssh -N -L {port}:{host}:{port} {user}"
-
-
-class Asker:
-    """Asks a run's coordinator about the handoff in progress, over one connection."""
-
-    def __init__(self, run: RunDirectory) -> None:
-        from liver_hpc.cli.client import Watch
-
-        self._watch = Watch(run)
-
-    def __call__(self) -> HandoffStatus | None:
-        """None where nobody answers, or none is in progress."""
-        try:
-            snapshot = self._watch.snapshot()
-        except LiverError:
-            return None
-        return None if snapshot is None else snapshot.handoff

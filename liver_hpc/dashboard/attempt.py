@@ -129,7 +129,8 @@ class LiveAttempt:
     def phases(self) -> Iterator[Span]:
         """Each phase with its begin and its end; NaN while it goes on. COMMIT begins with the first
         vote, BOUNDARY is the wait for it."""
-        entered_s, votes_s = self.notes.entered_s, self._votes_s()
+        entered_s = self.notes.entered_s
+        votes_s = [self.notes.heard_s[m.Vote, worker] for worker in self.notes.said(m.Vote)]
         edges = [
             ("BOOT", self.notes.began_s),
             ("PREPARE", entered_s.get(Phase.PREPARE, math.nan)),
@@ -142,9 +143,6 @@ class LiveAttempt:
         begun = [edge for edge in edges if math.isfinite(edge[1])]
         ends_s = [*(at_s for _, at_s in begun[1:]), math.nan]
         yield from ((name, at_s, end_s) for (name, at_s), end_s in zip(begun, ends_s, strict=True))
-
-    def _votes_s(self) -> list[float]:
-        return [self.notes.heard_s[m.Vote, worker] for worker in self.notes.said(m.Vote)]
 
     def lanes(self, node_of: Callable[[int], str]) -> list[WorkerPhaseRecord]:
         """What each worker has done and does, as it is recorded in the end; of a joiner that has

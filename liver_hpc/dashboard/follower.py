@@ -180,8 +180,9 @@ class Follower:
         """What the run does now, by name."""
         standing, records = self._standing, self._gathered.records
         last, world = records.steps[-1] if records.steps else None, standing.world
+        train = standing.train
         if last is not None:
-            yield "step", f"{last.step + 1} of {standing.steps or '?'}"
+            yield "step", f"{last.step + 1} of {'?' if train is None else train.steps}"
         if world is not None:
             yield "layout", layout_text(str(world.rank_map.layout))
             yield "workers", ids_text(world.rank_map.workers)
@@ -191,7 +192,6 @@ class Follower:
             yield "loss", f"{last.loss:.4f}"
             yield "tokens/s", number_text(last.tokens / took_s if took_s > 0 else math.nan)
             yield "seconds a step", number_text(took_s)
-            train = standing.train
             if train is not None and train.steps > last.step + 1 and not standing.ended:
                 left = steps_between(train, last.step, train.steps) - 1
                 yield "left", duration_text(left * took_s)

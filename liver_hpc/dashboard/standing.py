@@ -74,9 +74,9 @@ def close(spans: deque[Span], at_s: float) -> None:
 class Standing:
     """Takes one entry after the other, each once `held` has taken it.
 
-    state: as `RunState` has it, or how the run, or a start of it, has ended; reason: why. steps:
-    how many are to be done, 0 where the run file could not be read; train: they and their batches.
-    began_s: the run's first entry. last_s: the newest.
+    state: as `RunState` has it, or how the run, or a start of it, has ended; reason: why. train:
+    steps and batches, None where the run file could not be read. began_s: the run's first entry.
+    last_s: the newest.
     """
 
     def __init__(self, held: HoldingsFold) -> None:
@@ -84,7 +84,6 @@ class Standing:
         self.name = self.host = self.reason = ""
         self.state: str = STARTING
         self.ended = False
-        self.steps = 0
         self.train: TrainSection | None = None
         self.began_s = self.last_s = 0.0
         self.worlds: deque[WorldSpan] = deque(maxlen=MOST_WORLDS)
@@ -130,7 +129,6 @@ class Standing:
         self.state, self.reason, self.ended = STARTING, "", False
         self.name, self.host = attributes.get("name", ""), attributes.get("host", "")
         self.train = _train(attributes.get("config", ""))
-        self.steps = 0 if self.train is None else self.train.steps
 
     def _decided(self, action: Message, at_s: float) -> None:
         match action["type"]:
