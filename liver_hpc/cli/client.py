@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmError
@@ -74,12 +74,11 @@ def request(run: RunDirectory, message: FromOperator) -> Reply:
         if (unreached := _unreached(run, error)) is None and not address.is_here and job_of(run):
             raise _silence(run) from error  # its node may be gone
         raise unreached or error from None
-    try:
-        return _ask(channel, message)
-    except ChannelClosed as error:
-        raise LiverError(f"run {run}: the coordinator hung up: {error}") from error
-    finally:
-        channel.close()
+    with closing(channel):
+        try:
+            return _ask(channel, message)
+        except ChannelClosed as error:
+            raise LiverError(f"run {run}: the coordinator hung up: {error}") from error
 
 
 def answers(run: RunDirectory) -> bool:
@@ -88,11 +87,8 @@ def answers(run: RunDirectory) -> bool:
     if address is None or run.outcome() is not None:
         return False
     try:
-        channel = _open(run, address)
-        try:
+        with closing(_open(run, address)) as channel:
             _ask(channel, StatusRequest())
-        finally:
-            channel.close()
     except LiverError:
         return False
     return True

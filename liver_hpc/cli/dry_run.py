@@ -181,7 +181,11 @@ def _snapshots(config: RunConfig, model: ModelSpec) -> list[str]:
         return []
     shares = {layout: largest_snapshot(model, layout) for layout in config.layouts_listed}
     largest = max((size for layout, size in shares.items() if layout.workers > 1), default=0)
-    wards = {layout: _most_wards(config, layout) for layout in shares}
+    nodes = _nodes(config)
+    wards = {
+        layout: most_wards(first_rank_map(layout, range(layout.workers), nodes))
+        for layout in shares
+    }
     held = {layout: (1 + wards[layout]) * share for layout, share in shares.items()}
     most = max(wards.values())
     whose = "its ward's" if most < 2 else f"those of up to {most} wards"
@@ -190,10 +194,6 @@ def _snapshots(config: RunConfig, model: ModelSpec) -> list[str]:
         f"{bytes_text(most_held_bytes(held))} of host memory:",
         f"#   its own and {whose}, of two boundaries, right after a handoff of three",
     ]
-
-
-def _most_wards(config: RunConfig, layout: Layout) -> int:
-    return most_wards(first_rank_map(layout, range(layout.workers), _nodes(config)))
 
 
 def _bounded_memory(budget: Budget, change: Change, layouts: Sequence[Layout]) -> list[str]:

@@ -49,11 +49,6 @@ class Order:
         return [self.partitions[name] for name in names.split(",")]
 
     @property
-    def has_run(self) -> bool:
-        """Whether a run file was given."""
-        return "train" in self.config.model_fields_set
-
-    @property
     def runs_directory(self) -> Path:
         return self.config.runs_directory.expanduser().absolute()
 

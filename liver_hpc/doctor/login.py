@@ -198,7 +198,7 @@ def _runs_directory(order: Order) -> Result:
 
 def _memory(order: Order) -> Result:
     """What a handoff takes of a worker, in the change of layout that takes most."""
-    if not order.has_run:
+    if "train" not in order.config.model_fields_set:
         return skipped("no run file is given; --config RUN.yaml names one")
     recipe = load_recipe(order.config)
     try:

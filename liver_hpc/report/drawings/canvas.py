@@ -142,12 +142,9 @@ def _adapt(element: Element) -> None:
     element.tag = element.tag.partition("}")[2]
     attributes = {key.rpartition("}")[2]: value for key, value in element.attrib.items()}
     if "style" in attributes:
-        attributes["style"] = re.sub("#[0-9a-f]{6}", _on_page, attributes["style"])
+        style = attributes["style"]
+        attributes["style"] = re.sub("#[0-9a-f]{6}", lambda c: _VARIABLES.get(c[0], c[0]), style)
     told = attributes.pop("id", "") if element.tag == "g" else ""
     element.attrib = attributes
     if told.startswith(_TOLD):
         SubElement(element, "title").text = told.removeprefix(_TOLD)
-
-
-def _on_page(color: re.Match[str]) -> str:
-    return _VARIABLES.get(color[0], color[0])
