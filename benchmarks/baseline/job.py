@@ -78,10 +78,6 @@ class RestartJob:
         """Returns when the present workers have done so many steps in all."""
         self._running().steps(steps, steps * self._limits.collective_s)
 
-    def expect(self, method: Method) -> None:
-        """Makes the present workers ready to save in this way, as a save before it would have."""
-        self._running().expect(method, self._limits.prepare_s)
-
     def restart(
         self, target: Layout, method: Method, steps: int = 4, drop_page_cache: bool = False
     ) -> Restart:
@@ -92,15 +88,13 @@ class RestartJob:
         source, limits = self._running(), self._limits
         directory = self._checkpoints / str(self._generation)
         directory.mkdir(parents=True)
-        self.expect(method)
         if method is Method.MEGATRON_WARM:
-            self._held = self._spawn(target, method, directory, held=True)
+            self._held = self._spawn(target, directory, held=True)
             self._held.held(limits.boot_s)
-            source.steps(
-                source.steps_done + 1, limits.collective_s
-            )  # its imports are no part of it
+            # Its imports are no part of it.
+            source.steps(source.steps_done + 1, limits.collective_s)
         noticed_s = self._clock.now_s()
-        source.tell(Save(method=method, directory=str(directory)))
+        source.tell(Save(directory=str(directory)))
         written = source.written(limits.collective_s + limits.transfer_s)
         source.join(limits.exit_s)
         stopped_s = self._clock.now_s()
@@ -111,7 +105,7 @@ class RestartJob:
             workers.go()
             self._workers = workers
         else:
-            workers = self._launch(target, method, directory)
+            workers = self._launch(target, directory)
         workers.meet(limits.boot_s)
         ready = workers.ready(limits.boot_s + limits.transfer_s)
         first, *later = workers.steps(1 + steps, (1 + steps) * limits.collective_s)
@@ -134,7 +128,6 @@ class RestartJob:
             target=str(target),
             times=times,
             target_steps_s=tuple(step.ended_s - step.started_s for step in later),
-            repeated_steps=self._repeated(source, written),
             num_bytes=page_cache.num_bytes(directory),
             page_cache=cache,
         )
@@ -162,15 +155,11 @@ class RestartJob:
             raise LiverError("the job has no workers: it has not begun, or has stopped")
         return self._workers
 
-    def _launch(
-        self, layout: Layout, method: Method | None = None, directory: Path | None = None
-    ) -> Workers:
-        self._workers = self._spawn(layout, method, directory)
+    def _launch(self, layout: Layout, directory: Path | None = None) -> Workers:
+        self._workers = self._spawn(layout, directory)
         return self._workers
 
-    def _spawn(
-        self, layout: Layout, method: Method | None, directory: Path | None, held: bool = False
-    ) -> Workers:
+    def _spawn(self, layout: Layout, directory: Path | None, held: bool = False) -> Workers:
         self._generation += 1
         generation = self._generation
         is_first = True
@@ -183,13 +172,8 @@ class RestartJob:
             self._records.steps.append(step)
 
         digests, around = self._digests, self._around
-        start = Start(self._directory, layout, generation, method, directory, digests, held, around)
+        start = Start(self._directory, layout, generation, directory, digests, held, around)
         return Workers(start, heard)
-
-    @staticmethod
-    def _repeated(source: Workers, written: list[Written]) -> int:
-        """Steps that the source did after the boundary that was saved."""
-        return sum(step.step >= written[0].step for step in source.steps(source.steps_done, 0.0))
 
     def _check(
         self, source: Layout, written: list[Written], target: Layout, ready: list[Ready]

@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from benchmarks.baseline.methods import Method
 from liver_hpc.protocol.messages import ClassDigest
 
 HOST = "127.0.0.1"
@@ -39,18 +38,10 @@ class Meet(Line):
     port: int
 
 
-class Expect(Line):
-    """The next save will be of this kind: make ready what a save before it would have."""
-
-    type: Literal["expect"] = "expect"
-    method: Method
-
-
 class Save(Line):
     """Save at the next common boundary, then end."""
 
     type: Literal["save"] = "save"
-    method: Method
     directory: str
 
 
@@ -60,7 +51,7 @@ class Leave(Line):
     type: Literal["leave"] = "leave"
 
 
-Order = Go | Meet | Expect | Save | Leave
+Order = Go | Meet | Save | Leave
 ToWorker = Annotated[Order, Field(discriminator="type")]
 
 
@@ -98,12 +89,6 @@ class Ready(Line):
     digests: tuple[ClassDigest, ...]
 
 
-class Prepared(Line):
-    """What the save that is expected needs is there."""
-
-    type: Literal["prepared"] = "prepared"
-
-
 class Stepped(Line):
     """One step was done, as worker 0 saw it."""
 
@@ -127,7 +112,7 @@ class Written(Line):
     digests: tuple[ClassDigest, ...]
 
 
-News = Held | Entered | Imported | Ready | Prepared | Stepped | Written
+News = Held | Entered | Imported | Ready | Stepped | Written
 FromWorker = Annotated[News, Field(discriminator="type")]
 
 _TO_WORKER: TypeAdapter[Order] = TypeAdapter(ToWorker)
@@ -141,10 +126,7 @@ def read_to_worker(descriptor: int, handle: Callable[[Order], None]) -> None:
             handle(_TO_WORKER.validate_json(line))
 
 
-def read_from_worker(
-    descriptor: int,
-    handle: Callable[[News], None],
-) -> None:
+def read_from_worker(descriptor: int, handle: Callable[[News], None]) -> None:
     """Hands on every line until the worker closes. Blocks."""
     with open(descriptor, encoding="utf-8") as lines:
         for line in lines:

@@ -4,11 +4,7 @@ format that every layout can load (`fully_reshardable`). The baseline's only imp
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import queue
-import secrets
-from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +14,10 @@ from megatron.core.dist_checkpointing.serialization import (
     get_default_save_sharded_strategy,
 )
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.storage import WriteResult
 
-from benchmarks.baseline.storage import SaveInProgress, Storage
-from liver_hpc.host.child import end_with_parent
 from liver_hpc.protocol.messages import ScalarState
 from liver_hpc.world import thread
 from liver_hpc.world.world import World
@@ -35,78 +25,33 @@ from liver_hpc.world.world import World
 _SMALL = "liver_scalar_state"
 
 
-class MegatronStorage(Storage):
-    """Saves as Megatron-LM does by default: fully parallel over data-parallel replicas; every
-    worker loads what it needs by itself."""
-
-    def __init__(self, asynchronous: bool) -> None:
-        self._asynchronous = asynchronous
-
-    def prepare_save(self) -> None:
-        """Where the writers' results go: a queue of this process or, for a forked writer, of one
-        that has imported what results are made of. Megatron's own way is to start that one in a
-        process's first save, which then waits for its imports; and it would outlive a worker that
-        is killed, or that leaves without taking down its interpreter.
-        """
-        if getattr(filesystem_async, "_results_queue", 0) is None:
-            make = _queue_of_another_process if self._asynchronous else queue.Queue
-            filesystem_async._results_queue = make()
-
-    def save(self, world: World, small: ScalarState, directory: Path) -> None:
-        dist_checkpointing.save(
-            _to_save(world, small), str(directory), sharded_strategy=_save_strategy(world)
-        )
-
-    def begin_save(self, world: World, small: ScalarState, directory: Path) -> SaveInProgress:
-        request = dist_checkpointing.save(
-            _to_save(world, small),
-            str(directory),
-            sharded_strategy=_save_strategy(world),
-            async_sharded_save=True,
-        )
-        return _AsyncSave(request)
-
-    def load(self, world: World, directory: Path) -> ScalarState:
-        wanted = _sharded(world, is_loading=True)
-        strategy = get_default_load_sharded_strategy(str(directory))
-        loaded = dist_checkpointing.load(wanted, str(directory), sharded_strategy=strategy)
-        world.chunks[0].module.load_state_dict(loaded["model"])
-        _load_optimizer(world, loaded["optimizer"])
-        small = ScalarState.model_validate_json(loaded[_SMALL])
-        world.refresh_state()
-        world.load_scalar_state(small)
-        return small
+def save(world: World, small: ScalarState, directory: Path) -> None:
+    """Writes everything as Megatron-LM does by default, fully parallel over data-parallel replicas;
+    complete on return on every worker. `directory` exists, empty. Collective over the world, which
+    is the whole of the default group."""
+    # Where the writers' results go. Megatron starts a process for that in a process's first save,
+    # which then waits for its imports; and it would outlive a worker that is killed.
+    if getattr(filesystem_async, "_results_queue", 0) is None:
+        filesystem_async._results_queue = queue.Queue()
+    state = {**_sharded(world, is_loading=False), _SMALL: small.model_dump_json()}
+    strategy = FullyParallelSaveStrategyWrapper(
+        get_default_save_sharded_strategy(), world.groups.dp_cp
+    )
+    dist_checkpointing.save(state, str(directory), sharded_strategy=strategy)
 
 
-def _queue_of_another_process() -> Any:
-    # An abstract socket: there is no file to be left.
-    address = f"\0liver-{secrets.token_hex(16)}"
-    manager = SyncManager(address, ctx=multiprocessing.get_context("spawn"))
-    manager.start(end_with_parent, (os.getpid(),))
-    results = manager.Queue()
-    results.put(WriteResult(MetadataIndex(""), 0, _StorageInfo("", 0, 0)))
-    results.get()
-    return results
-
-
-class _AsyncSave(SaveInProgress):
-    """Written by a process that is forked off every worker."""
-
-    def __init__(self, request: Any) -> None:
-        self._queue = AsyncCallsQueue()
-        self._queue.schedule_async_request(request)
-
-    def is_done(self) -> bool:
-        self._queue.maybe_finalize_async_calls(blocking=False)
-        return bool(self._queue.get_num_unfinalized_calls() == 0)
-
-
-def _save_strategy(world: World) -> Any:
-    return FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), world.groups.dp_cp)
-
-
-def _to_save(world: World, small: ScalarState) -> dict[str, Any]:
-    return {**_sharded(world, is_loading=False), _SMALL: small.model_dump_json()}
+def load(world: World, directory: Path) -> ScalarState:
+    """Fills a world of any layout, bit-equal to what was saved; every worker loads what it needs by
+    itself. Collective, as `save` is."""
+    wanted = _sharded(world, is_loading=True)
+    strategy = get_default_load_sharded_strategy(str(directory))
+    loaded = dist_checkpointing.load(wanted, str(directory), sharded_strategy=strategy)
+    world.chunks[0].module.load_state_dict(loaded["model"])
+    _load_optimizer(world, loaded["optimizer"])
+    small = ScalarState.model_validate_json(loaded[_SMALL])
+    world.refresh_state()
+    world.load_scalar_state(small)
+    return small
 
 
 def _sharded(world: World, is_loading: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The ways to save and load, by name. Imports neither torch nor megatron."""
+"""The ways to restart, by name. Imports neither torch nor megatron."""
 
 from __future__ import annotations
 
@@ -6,17 +6,12 @@ from enum import StrEnum
 
 
 class Method(StrEnum):
-    """How a restart keeps the state.
+    """How a restart comes to its next processes; the state is kept in both cases by megatron-core's
+    dist_checkpointing, saved in parallel by all replicas.
 
-    MEGATRON: megatron-core's dist_checkpointing, saved in parallel by all replicas.
-    MEGATRON_WARM: the same; the processes of the next layout have been there before the stop, with
+    MEGATRON: they are started after the stop. MEGATRON_WARM: they have been there before it, with
     everything imported and the device open, as those of a warm pool.
-    MEGATRON_ASYNC: the same, written by forked processes while the source trains on; those steps
-    are lost. DCP: torch.distributed.checkpoint. LIVER: the runtime's own checkpoint.
     """
 
     MEGATRON = "dist_checkpointing"
     MEGATRON_WARM = "dist_checkpointing warm"
-    MEGATRON_ASYNC = "dist_checkpointing async"
-    DCP = "torch dcp"
-    LIVER = "liver checkpoint"

@@ -1,8 +1,7 @@
 """A restart as points in time, and the record that they make. Pure.
 
 Lost time has one definition for a restart and for a handoff: from the end of the source's last
-step to the end of the target's first, less the target's median step. What the source trained
-while an asynchronous save went on is done again by the target, so the last step is the saved one.
+step to the end of the target's first, less the target's median step.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ class Restart:
     target: str
     times: RestartTimes
     target_steps_s: tuple[float, ...]
-    repeated_steps: int
     num_bytes: int
     page_cache: str
 
@@ -66,8 +64,6 @@ class Restart:
         times = self.times
         total_s = times.first_step_ended_s - times.last_step_ended_s - times.aside_s
         detail = f"page cache {self.page_cache}, {self.num_bytes} bytes"
-        if self.repeated_steps:
-            detail += f", {self.repeated_steps} steps done again"
         return BaselineRecord(
             method=self.method,
             source=self.source,

@@ -10,16 +10,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from benchmarks.baseline import megatron_storage
 from benchmarks.baseline.lines import (
     Entered,
-    Expect,
     Go,
     Held,
     Imported,
     Leave,
     Meet,
     Order,
-    Prepared,
     Ready,
     Save,
     Stepped,
@@ -27,9 +26,7 @@ from benchmarks.baseline.lines import (
     Written,
     read_to_worker,
 )
-from benchmarks.baseline.methods import Method
 from benchmarks.baseline.page_cache import num_bytes
-from benchmarks.baseline.storages import open_storage
 from liver_hpc.clock import Clock
 from liver_hpc.config.load import load_run
 from liver_hpc.errors import DeadlineError
@@ -60,7 +57,6 @@ class Orders:
     layout: Layout
     rank: int
     generation: int
-    load_method: Method | None
     load_directory: Path | None
     digests: bool
     host: str
@@ -81,8 +77,6 @@ class BaselineWorker:
         self._go = threading.Event()
         self._last: Save | Leave | None = None
         self._step = 0
-        if orders.load_method is not None:
-            self._storage = open_storage(orders.load_method)  # its imports are part of the imports
 
     def run(self, read_fd: int) -> None:
         """Until the last boundary. Raises whatever fails."""
@@ -110,9 +104,6 @@ class BaselineWorker:
             self._go.set()
         elif isinstance(line, Meet):
             self._met.put(line)
-        elif isinstance(line, Expect):
-            open_storage(line.method).prepare_save()
-            self._writer.send(Prepared())
         else:
             self._last = line
 
@@ -156,7 +147,7 @@ class BaselineWorker:
         orders = self._orders
         if orders.load_directory is not None:
             began_s = self._clock.now_s()
-            small = self._storage.load(world, orders.load_directory)
+            small = megatron_storage.load(world, orders.load_directory)
             self._await_storage(orders.load_directory, began_s)
             self._step = small.step
         else:
@@ -214,22 +205,15 @@ class BaselineWorker:
         return result, ended_s
 
     def _save(self, world: World, order: Save, boundary_s: float) -> None:
-        """The state of this boundary. While an asynchronous save goes on the source trains on,
-        as it would; what it learns meanwhile is not in the checkpoint."""
-        boundary, small = self._step, world.scalar_state(self._step)
+        """The state of this boundary."""
+        small = world.scalar_state(self._step)
         digests = self._digests(world)
-        storage, directory = open_storage(order.method), Path(order.directory)
-        if order.method is Method.MEGATRON_ASYNC:
-            saving = storage.begin_save(world, small, directory)
-            while not saving.is_done():
-                self._do_step(world)
-        else:
-            began_s = self._clock.now_s()
-            storage.save(world, small, directory)
-            self._await_storage(directory, began_s)
+        directory, began_s = Path(order.directory), self._clock.now_s()
+        megatron_storage.save(world, small, directory)
+        self._await_storage(directory, began_s)
         self._writer.send(
             Written(
-                step=boundary,
+                step=self._step,
                 boundary_s=boundary_s,
                 saved_s=self._clock.now_s(),
                 digests=digests,

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from benchmarks.baseline.lines import Entered, Writer
-from benchmarks.baseline.methods import Method
 from liver_hpc.clock import SystemClock
 from liver_hpc.host.interfaces import interface_addresses, interface_holding
 from liver_hpc.host.process import collector_paused, take_core
@@ -33,7 +32,6 @@ def main() -> NoReturn:
     parser.add_argument("--generation", type=int, required=True)
     parser.add_argument("--read-fd", type=int, required=True)
     parser.add_argument("--write-fd", type=int, required=True)
-    parser.add_argument("--load-method", type=Method, help="how --load-directory was saved")
     parser.add_argument("--load-directory", type=Path)
     parser.add_argument("--digests", action="store_true")
     parser.add_argument("--host", required=True, help="an address of this node's")
@@ -64,7 +62,6 @@ def main() -> NoReturn:
             layout=Layout.parse(options.layout),
             rank=options.rank,
             generation=options.generation,
-            load_method=options.load_method,
             load_directory=options.load_directory,
             digests=options.digests,
             host=options.host,

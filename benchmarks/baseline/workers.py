@@ -13,21 +13,18 @@ from typing import TypeVar
 from benchmarks.baseline.lines import (
     HOST,
     Entered,
-    Expect,
     Go,
     Held,
     Imported,
     Line,
     Meet,
     News,
-    Prepared,
     Ready,
     Stepped,
     Writer,
     Written,
     read_from_worker,
 )
-from benchmarks.baseline.methods import Method
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.host.child import Child, Command, end_all, new_mark
 from liver_hpc.layout.coordinates import Layout
@@ -65,7 +62,6 @@ class Start:
     run_directory: Path
     layout: Layout
     generation: int
-    method: Method | None = None
     directory: Path | None = None
     digests: bool = False
     held: bool = False
@@ -134,8 +130,8 @@ class Workers:
         command += ["--run-directory", str(start.run_directory), "--layout", str(start.layout)]
         command += ["--rank", str(rank), "--generation", str(start.generation)]
         command += ["--read-fd", str(read_fd), "--write-fd", str(write_fd)]
-        if start.method is not None and start.directory is not None:
-            command += ["--load-method", start.method, "--load-directory", str(start.directory)]
+        if start.directory is not None:
+            command += ["--load-directory", str(start.directory)]
         return [*command, "--digests"] if start.digests else command
 
     def _listen(self, rank: int, descriptor: int) -> None:
@@ -180,11 +176,6 @@ class Workers:
         """By rank, once all stand with their state."""
         return self._first(Ready, self._ranks, limit_s)
 
-    def expect(self, method: Method, limit_s: float) -> None:
-        """Returns once all are ready to save in this way."""
-        self.tell(Expect(method=method))
-        self._first(Prepared, self._ranks, limit_s)
-
     def written(self, limit_s: float) -> list[Written]:
         """By rank, once all have saved."""
         return self._first(Written, self._ranks, limit_s)
@@ -200,7 +191,7 @@ class Workers:
 
     @property
     def steps_done(self) -> int:
-        """Steps that these workers has done so far."""
+        """Steps that these workers have done so far."""
         with self._news:
             return sum(isinstance(line, Stepped) for line in self._lines[0])
 

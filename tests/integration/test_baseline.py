@@ -27,12 +27,11 @@ pytestmark = pytest.mark.timeout(400)
 START = Layout.parse("dp2")
 CHAIN = [
     (Layout.parse("tp2 dp2"), Method.MEGATRON),
-    (Layout.parse("pp2"), Method.MEGATRON_ASYNC),
-    (Layout.parse("pp2"), Method.DCP),
-    (Layout.parse("dp2"), Method.LIVER),
+    (Layout.parse("pp2"), Method.MEGATRON),
+    (Layout.parse("pp2"), Method.MEGATRON),
     (Layout.parse("dp2"), Method.MEGATRON_WARM),
 ]
-"""Every method once, every axis grown and shrunk, and a restart in the same layout."""
+"""Either method, every axis grown and shrunk, and a restart in the same layout."""
 
 
 def new_run(tmp_path: Path) -> RunDirectory:
@@ -46,11 +45,11 @@ def restarted(tmp_path_factory: pytest.TempPathFactory) -> RunRecords:
     run, mark = new_run(directory), str(directory)
     with pytest.MonkeyPatch.context() as patch, RestartJob(run.path, digests=True) as job:
         patch.setenv(TEST_MARK, mark)
-        patch.setenv("LIVER_TEST_STEP_S", "0.2")  # few steps beside a save that is being prepared
+        patch.setenv("LIVER_TEST_STEP_S", "0.2")  # few steps beside processes that are booting
         job.begin(START)
         job.train(3)
         for target, method in CHAIN:
-            job.restart(target, method, steps=3, drop_page_cache=method is Method.DCP)
+            job.restart(target, method, steps=3)
             assert job.layout == target
         job.stop()
     assert not (run.path / "restarts").exists() or not any((run.path / "restarts").iterdir())
@@ -85,20 +84,13 @@ def test_training_goes_on_as_if_nothing_had_happened(
 
 
 @pytest.mark.long
-def test_no_step_is_left_out_and_only_an_asynchronous_save_repeats_some(
-    restarted: RunRecords,
-) -> None:
+def test_no_step_is_left_out_and_none_is_done_again(restarted: RunRecords) -> None:
     by_generation: dict[int, list[int]] = defaultdict(list)
     for record in restarted.steps:
         by_generation[record.generation].append(record.step)
     assert sorted(by_generation) == list(range(len(CHAIN) + 1))
-    for generation, (_, method) in enumerate(CHAIN, start=1):
-        before, after = by_generation[generation - 1], by_generation[generation]
-        assert after == list(range(after[0], after[0] + len(after)))
-        if method is Method.MEGATRON_ASYNC:
-            assert after[0] <= before[-1] + 1
-        else:
-            assert after[0] == before[-1] + 1
+    steps = [step for generation in sorted(by_generation) for step in by_generation[generation]]
+    assert steps == list(range(len(steps)))
 
 
 @pytest.mark.long
@@ -154,15 +146,12 @@ def test_the_lost_time_is_that_of_the_recorded_steps(restarted: RunRecords) -> N
 def test_nothing_is_left_of_a_job_that_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also not the process that Megatron's writers have beside every worker."""
     mark = str(tmp_path)
     monkeypatch.setenv(TEST_MARK, mark)
     with RestartJob(new_run(tmp_path).path) as job:
         job.begin(START)
         job.train(1)
-        before = len(marked_processes(TEST_MARK, mark))
-        job.expect(Method.MEGATRON_ASYNC)
-        assert len(marked_processes(TEST_MARK, mark)) >= before + START.workers
+        assert len(marked_processes(TEST_MARK, mark)) >= START.workers
     gone = Deadline.after(SystemClock(), 10.0, "all of the job's processes to end")
     poll_until(lambda: not marked_processes(TEST_MARK, mark), gone, 0.1)
 

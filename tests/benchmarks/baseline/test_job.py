@@ -25,11 +25,8 @@ class Scripted:
 
     def __init__(self, start: Start, _heard: object) -> None:
         self.start = start
-        self.steps_done = 1
 
     def meet(self, _limit_s: float) -> None: ...
-
-    def expect(self, _method: Method, _limit_s: float) -> None: ...
 
     def join(self, _limit_s: float) -> None: ...
 

@@ -30,7 +30,6 @@ RESTART = Restart(
         first_step_ended_s=26.0,
     ),
     target_steps_s=(0.25, 0.5, 4.0),
-    repeated_steps=0,
     num_bytes=1000,
     page_cache="dropped",
 )
