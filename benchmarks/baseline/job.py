@@ -5,9 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from benchmarks.baseline import page_cache
 from benchmarks.baseline.lines import Leave, Ready, Save, Stepped, Written
-from benchmarks.baseline.methods import Method
+from benchmarks.baseline.methods import Method, num_bytes
 from benchmarks.baseline.phases import Restart, RestartTimes, as_if_saved_before
 from benchmarks.baseline.workers import Start, Surroundings, Workers
 from liver_hpc.clock import Clock, SystemClock
@@ -78,9 +77,7 @@ class RestartJob:
         """Returns when the present workers have done so many steps in all."""
         self._running().steps(steps, steps * self._limits.collective_s)
 
-    def restart(
-        self, target: Layout, method: Method, steps: int = 4, drop_page_cache: bool = False
-    ) -> Restart:
+    def restart(self, target: Layout, method: Method, steps: int = 4) -> Restart:
         """Save, stop, start, load; returns when the target has done `steps` steps after its first.
 
         Raises LiverError when a worker fails, or the state that was loaded is not the saved one.
@@ -98,8 +95,6 @@ class RestartJob:
         written = source.written(limits.collective_s + limits.transfer_s)
         source.join(limits.exit_s)
         stopped_s = self._clock.now_s()
-        cache = page_cache.drop(directory) if drop_page_cache else page_cache.WARM
-        aside_s = self._clock.now_s() - stopped_s
         if self._held is not None:
             workers, self._held = self._held, None
             workers.go()
@@ -115,7 +110,6 @@ class RestartJob:
             last_step_ended_s=max(line.boundary_s for line in written),
             saved_s=max(line.saved_s for line in written),
             stopped_s=stopped_s,
-            aside_s=aside_s,
             entered_s=workers.entered_s(limits.boot_s),
             imported_s=workers.imported_s(limits.boot_s),
             built_s=max(line.built_s for line in ready),
@@ -128,8 +122,7 @@ class RestartJob:
             target=str(target),
             times=times,
             target_steps_s=tuple(step.ended_s - step.started_s for step in later),
-            num_bytes=page_cache.num_bytes(directory),
-            page_cache=cache,
+            num_bytes=num_bytes(directory),
         )
         self._records.baselines.append(restart.record())
         self._records.baselines.append(as_if_saved_before(restart.record()))

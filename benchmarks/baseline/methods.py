@@ -1,8 +1,9 @@
-"""The ways to restart, by name. Imports neither torch nor megatron."""
+"""The ways to restart, by name; how large a checkpoint is. Imports neither torch nor megatron."""
 
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 
 
 class Method(StrEnum):
@@ -15,3 +16,8 @@ class Method(StrEnum):
 
     MEGATRON = "dist_checkpointing"
     MEGATRON_WARM = "dist_checkpointing warm"
+
+
+def num_bytes(directory: Path) -> int:
+    """The length of all files under a directory."""
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())

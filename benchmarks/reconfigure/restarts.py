@@ -25,12 +25,8 @@ def measure(sweep: Sweep, cell: Cell) -> list[dict[str, float | int | str]]:
         for transition in sweep.transitions:
             if not transition.claimed:
                 continue
-            done = job.restart(
-                transition.to.layout(),
-                Method(cell.method),
-                steps=sweep.settle_steps,
-                drop_page_cache=sweep.page_cache == "dropped",
-            )
+            layout, method = transition.to.layout(), Method(cell.method)
+            done = job.restart(layout, method, steps=sweep.settle_steps)
             record = done.record()
             found.append(_row(cell, transition, done, record))
             found.append(_row(cell, transition, done, as_if_saved_before(record)))
@@ -58,6 +54,5 @@ def _row(
         "pause_s": record.total_s - record.first_step_s,
         "bytes": done.num_bytes,
         **phases,
-        "page_cache": done.page_cache,
         "detail": record.detail,
     }

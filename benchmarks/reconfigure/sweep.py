@@ -79,9 +79,9 @@ class Sweep(Section):
 
     models: name -> the run's `model` section. run: every other section of the run, the same for
     all methods. methods: "live" and names of benchmarks.baseline. settle_steps: undisturbed steps
-    of every world, of which medians are taken. page_cache: what a restart's load finds. cores:
-    "apart" gives each worker a core of its own, so that joiners boot on one that does not train.
-    testbed: the test cluster on whose nodes the workers are, one on each.
+    of every world, of which medians are taken. cores: "apart" gives each worker a core of its own,
+    so that joiners boot on one that does not train. testbed: the test cluster on whose nodes the
+    workers are, one on each.
     """
 
     name: str = "reconfigure"
@@ -92,7 +92,6 @@ class Sweep(Section):
     start: LayoutSection
     transitions: list[Transition] = Field(min_length=1)
     settle_steps: Annotated[int, Field(ge=3, strict=True)] = 6
-    page_cache: Literal["warm", "dropped"] = "warm"
     event_s: Seconds = 300.0
     cores: Literal["shared", "apart"] = "shared"
     testbed: str | None = None
@@ -168,8 +167,8 @@ class Sweep(Section):
         how many there are, nor of where."""
         parts = self.model_dump_json(
             include={
-                *("models", "start", "transitions", "settle_steps", "page_cache", "run"),
-                *("cores", "testbed", "variants"),
+                *("models", "start", "transitions", "settle_steps"),
+                *("run", "cores", "testbed", "variants"),
             }
         ) + self.slurm.model_dump_json(exclude={"parallel", "timeout_min"})
         return hashlib.blake2b((software_digest() + parts).encode(), digest_size=8).hexdigest()

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from benchmarks.harness import report
 from benchmarks.reconfigure import __main__ as command
-from benchmarks.reconfigure import array, links, restarts
+from benchmarks.reconfigure import array, links
 from benchmarks.reconfigure.cells import Rows, time_left_s
 from benchmarks.reconfigure.cells import measure as measure_cell
 from benchmarks.reconfigure.figures import figures, fitted, measured, result
@@ -24,7 +24,6 @@ from liver_hpc.cli.check import check_run
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.host.process import CORES
 from liver_hpc.run.records import RunRecords
-from tests.benchmarks.baseline.test_phases import RESTART as DONE
 from tests.unit.layout.models import gpt_recipe
 from tests.unit.report.rows import crossing, reconfiguration, step
 
@@ -384,23 +383,6 @@ def test_the_result_names_the_nodes_that_compared_cells_were_on(
     assert [each["host"] for each in found.samples] == ["n1", "n2", "n2", "n2"]
     assert "cells were on n1, n2; in 1 of 2 rounds of a size" in found.method["nodes"]
     assert "nodes" not in result(sweep, Rows(sweep).all_of(wanted[2:])).method
-
-
-def test_the_result_says_what_the_page_cache_was_and_not_what_it_should_be(sweep: Sweep) -> None:
-    sweep = sweep.model_copy(update={"page_cache": "dropped"})
-    stayed = "warm, it could not be dropped"
-    cell = Cell(size="25m", method=RESTART, round=0)
-    rows = restarts._row(cell, sweep.transitions[0], DONE, DONE.record())
-    assert rows["page_cache"] == "dropped"
-
-    def said(*found: str) -> str:
-        rows = [row(), *(row(method=RESTART, page_cache=each) for each in found)]
-        return result(sweep, rows).method["restart"]
-
-    assert "page cache of the node dropped, that of" in said("dropped", "dropped")
-    assert f"page cache of the node {stayed}, that" in said(f"98% {stayed}", f"100% {stayed}")
-    half = said("dropped", f"100% {stayed}", "dropped", "dropped")
-    assert f"dropped (3 of 4); {stayed} (1 of 4), that" in half
 
 
 def test_all_tasks_are_on_the_node_that_is_named(sweep: Sweep) -> None:

@@ -1,15 +1,14 @@
-"""A restart's phases, and what the page cache holds."""
+"""A restart's phases."""
 
 from __future__ import annotations
 
-import os
 import statistics
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from benchmarks.baseline import page_cache
+from benchmarks.baseline.methods import num_bytes
 from benchmarks.baseline.phases import Restart, RestartTimes, as_if_saved_before
 
 PHASES = ("save_s", "stop_s", "launch_s", "import_s", "groups_s", "load_s", "first_step_s")
@@ -22,20 +21,18 @@ RESTART = Restart(
         last_step_ended_s=10.0,
         saved_s=14.0,
         stopped_s=14.5,
-        aside_s=2.0,
-        entered_s=17.0,
-        imported_s=21.0,
-        built_s=22.0,
-        loaded_s=25.0,
-        first_step_ended_s=26.0,
+        entered_s=15.0,
+        imported_s=19.0,
+        built_s=20.0,
+        loaded_s=23.0,
+        first_step_ended_s=24.0,
     ),
     target_steps_s=(0.25, 0.5, 4.0),
     num_bytes=1000,
-    page_cache="dropped",
 )
 
 
-def test_phases_add_up_to_the_total_and_measuring_is_no_phase() -> None:
+def test_phases_add_up_to_the_total() -> None:
     record = RESTART.record()
     phases = asdict(record)
     assert sum(phases[name] for name in PHASES) == record.total_s == 14.0
@@ -53,26 +50,12 @@ def test_with_a_checkpoint_that_exists_only_the_save_is_gone() -> None:
     assert (record.total_s, record.lost_s) == (10.0, 9.5)
 
 
-def test_detail_says_what_the_load_found() -> None:
-    assert RESTART.record().detail == "page cache dropped, 1000 bytes"
-
-
-def test_what_was_just_written_is_in_memory_and_can_be_dropped(tmp_path: Path) -> None:
+def test_the_length_of_a_checkpoint_is_that_of_all_its_files(tmp_path: Path) -> None:
+    assert num_bytes(tmp_path) == 0
     (tmp_path / "deep").mkdir()
-    (tmp_path / "deep" / "data").write_bytes(os.urandom(1 << 20))
-    (tmp_path / "empty").touch()
-    assert page_cache.num_bytes(tmp_path) == 1 << 20
-    assert page_cache.resident_share(tmp_path) == 1.0
-    said = page_cache.drop(tmp_path)
-    share = page_cache.resident_share(tmp_path)
-    if said == page_cache.DROPPED:
-        assert share < 0.01
-    else:  # memory is all that this file system has
-        assert said == f"{share:.0%} warm, it could not be dropped"
-
-
-def test_no_files_are_no_bytes(tmp_path: Path) -> None:
-    assert page_cache.resident_share(tmp_path) == 0.0
+    (tmp_path / "deep" / "data").write_bytes(bytes(1 << 10))
+    (tmp_path / "more").write_bytes(b"x")
+    assert num_bytes(tmp_path) == (1 << 10) + 1
 
 
 def test_a_restart_without_later_steps_has_no_median() -> None:
