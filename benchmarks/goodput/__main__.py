@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.baseline.job import RestartJob
 from benchmarks.baseline.methods import Method
-from benchmarks.goodput.trace import DAY_S, LIVER_EVENTS_A_DAY, even_trace, goodput, poisson_trace
+from benchmarks.goodput.trace import DAY_S, LIVER_EVENTS_A_DAY, even_trace, goodput
 from benchmarks.harness import BenchmarkResult, Spread, interleaved, parser, reported
 from benchmarks.live_runs import LiveRun
 from benchmarks.models import MODEL_25M, text_data
@@ -28,8 +28,6 @@ from liver_hpc.report.traces import Cost
 from liver_hpc.run.records import RunRecords
 
 SMALL, LARGE = Layout(1, 1, 2), Layout(2, 1, 2)
-RATES = (LIVER_EVENTS_A_DAY, 4 * LIVER_EVENTS_A_DAY, 16 * LIVER_EVENTS_A_DAY)
-SEEDS = range(5)
 EVENT_S = 120.0
 
 
@@ -167,16 +165,10 @@ def result(scale: Scale, runs: Mapping[str, Sequence[Lived]]) -> BenchmarkResult
     rows = []
     for kind, lives in runs.items():
         costs = [cost for life in lives for cost in life.costs]
-        values = {"": [life.goodput for life in lives]}
-        values["_by_costs"] = [
-            goodput(even_trace(scale.events, life.length_s), life.length_s, life.costs)
-            for life in lives
-        ]
-        values["_day"] = [goodput(even_trace(LIVER_EVENTS_A_DAY, DAY_S), DAY_S, costs)]
-        for rate in RATES:
-            values[f"_poisson_{rate}"] = [
-                goodput(poisson_trace(rate, DAY_S, seed), DAY_S, costs) for seed in SEEDS
-            ]
+        values = {
+            "": [life.goodput for life in lives],
+            "_day": [goodput(even_trace(LIVER_EVENTS_A_DAY, DAY_S), DAY_S, costs)],
+        }
         for name, found in values.items():
             spread[f"goodput_{kind}{name}"] = Spread.of(found)
             claimed[f"goodput_{kind}{name}"] = statistics.median(found)
@@ -203,7 +195,6 @@ def result(scale: Scale, runs: Mapping[str, Sequence[Lived]]) -> BenchmarkResult
 
 
 def _method(scale: Scale) -> dict[str, str]:
-    rates = ", ".join(map(str, RATES))
     return {
         "goodput": "useful steps at the undisturbed median of their layout over wall time, from "
         "the run's own records: the share of time in which training made progress",
@@ -214,10 +205,7 @@ def _method(scale: Scale) -> dict[str, str]:
         "live, restart": f"{scale.rounds} real runs each, interleaved, of the same job and trace; "
         "a restart saves, stops, starts and loads with dist_checkpointing, and trains on until "
         "its notice",
-        "by_costs": "the trace under what each change of that run was measured to cost: a check "
-        "of the arithmetic behind the days",
-        "day, poisson": "a day under the measured costs, not compressed; arrivals at "
-        f"{rates} events a day, {len(SEEDS)} seeds each",
+        "day": "a day of evenly spaced events under the measured costs, not compressed",
         "cost": "of a handoff lost time and slowdown, both; of a restart lost time",
     }
 

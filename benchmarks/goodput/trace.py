@@ -5,7 +5,6 @@ job that answers them. Pure.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator, Sequence
 
 from liver_hpc.report.traces import Cost
@@ -19,14 +18,6 @@ def even_trace(events: int, length_s: float) -> list[float]:
     """So many events, equally far apart; none at the start or the end. Seconds from the start."""
     gap_s = length_s / (events + 1)
     return [gap_s * (number + 1) for number in range(events)]
-
-
-def poisson_trace(events_a_day: float, length_s: float, seed: int) -> list[float]:
-    """Arrivals at a constant rate, independent of each other. Seconds from the start."""
-    draw, at_s, found = random.Random(seed), 0.0, []
-    while (at_s := at_s + draw.expovariate(events_a_day / DAY_S)) < length_s:
-        found.append(at_s)
-    return found
 
 
 def answers(trace_s: Sequence[float], costs: Sequence[Cost]) -> Iterator[tuple[float, Cost]]:

@@ -6,8 +6,6 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from benchmarks.goodput.__main__ import (
     LARGE,
@@ -20,7 +18,7 @@ from benchmarks.goodput.__main__ import (
     lived,
     result,
 )
-from benchmarks.goodput.trace import DAY_S, answers, even_trace, goodput, poisson_trace
+from benchmarks.goodput.trace import DAY_S, answers, even_trace, goodput
 from liver_hpc.cli.check import check_run
 from liver_hpc.errors import LiverError
 from liver_hpc.report.traces import Cost
@@ -51,18 +49,6 @@ def test_a_job_that_does_nothing_but_restart_makes_no_progress() -> None:
     assert goodput(even_trace(100, 100.0), 100.0, [Cost(10.0, 10.0)]) < 0.05
 
 
-@given(st.floats(1.0, 200.0), st.integers(0, 2**20))
-def test_poisson_arrivals_are_in_order_and_within_the_day(rate: float, seed: int) -> None:
-    trace_s = poisson_trace(rate, DAY_S, seed)
-    assert trace_s == sorted(trace_s)
-    assert all(0 < at_s < DAY_S for at_s in trace_s)
-    assert trace_s == poisson_trace(rate, DAY_S, seed)
-
-
-def test_poisson_arrivals_have_their_rate() -> None:
-    assert len(poisson_trace(47.0, 100 * DAY_S, seed=1)) == pytest.approx(4700, rel=0.05)
-
-
 def live_records(outcome: str = "completed") -> RunRecords:
     steps = [step(i) for i in range(10)]
     steps += [step(10, generation=1, phase="first", started_s=110.5)]
@@ -84,10 +70,8 @@ def test_figures_of_a_run_and_of_its_trace_under_the_measured_costs() -> None:
     found = result(QUICK, {"live": [live], "restart": [restart]}).figures
     assert found["goodput_live"] == pytest.approx(20.0 / 20.5)
     assert found["goodput_restart"] == 0.4
-    assert found["goodput_restart_by_costs"] == pytest.approx(1 - 12.0 / 30.0)
     assert found["goodput_live_day"] == pytest.approx(1 - 47 * 0.5 / DAY_S)
     assert found["goodput_restart_day"] == pytest.approx(1 - (24 * 5 + 23 * 7) / DAY_S)
-    assert found["goodput_restart_poisson_752"] < found["goodput_restart_poisson_47"] < 1
 
 
 def test_of_events_that_wait_the_last_is_answered() -> None:
