@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.baseline.job import RestartJob
 from benchmarks.baseline.methods import Method
-from benchmarks.goodput.trace import DAY_S, LIVER_EVENTS_A_DAY, even_trace, goodput
+from benchmarks.goodput.trace import DAY_S, LIVER_EVENTS_A_DAY, goodput_of_a_day
 from benchmarks.harness import BenchmarkResult, Spread, interleaved, parser, reported
 from benchmarks.live_runs import LiveRun
 from benchmarks.models import MODEL_25M, text_data
@@ -165,10 +165,7 @@ def result(scale: Scale, runs: Mapping[str, Sequence[Lived]]) -> BenchmarkResult
     rows = []
     for kind, lives in runs.items():
         costs = [cost for life in lives for cost in life.costs]
-        values = {
-            "": [life.goodput for life in lives],
-            "_day": [goodput(even_trace(LIVER_EVENTS_A_DAY, DAY_S), DAY_S, costs)],
-        }
+        values = {"": [life.goodput for life in lives], "_day": [goodput_of_a_day(costs)]}
         for name, found in values.items():
             spread[f"goodput_{kind}{name}"] = Spread.of(found)
             claimed[f"goodput_{kind}{name}"] = statistics.median(found)

@@ -6,6 +6,8 @@ import math
 import time
 from dataclasses import dataclass
 
+from benchmarks.goodput.trace import DAY_S
+from benchmarks.planner.cases import nodes_of
 from benchmarks.simulate.play import Change, ControlLink, Outcome, play
 from benchmarks.simulate.timings import Timings, Work
 from benchmarks.simulate.traffic import sampled_traffic
@@ -15,9 +17,6 @@ from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.placement import first_rank_map, place
 from liver_hpc.layout.policy import LayoutPolicy
 from liver_hpc.layout.tensors import ModelSpec
-
-DAY_S = 86_400.0
-NODE_WORKERS = 8
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ def simulate(model: ModelSpec, machine: Machine, source: Layout, workers: int) -
     policy.observe(source, step_s)
     choices = [layout for layout in policy.choices(workers) if layout != source]
     target = choices[0]
-    nodes = {worker: worker // NODE_WORKERS for worker in range(max(workers, source.workers))}
+    nodes = nodes_of(range(max(workers, source.workers)))
     people = first_rank_map(source, range(source.workers), nodes)
     began_s = time.process_time()
     seated = place(model, people, target, range(workers), nodes)

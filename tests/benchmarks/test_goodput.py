@@ -1,4 +1,4 @@
-"""Traces and what they cost."""
+"""Goodput of measured runs, and of a day under what their changes cost."""
 
 from __future__ import annotations
 
@@ -18,35 +18,13 @@ from benchmarks.goodput.__main__ import (
     lived,
     result,
 )
-from benchmarks.goodput.trace import DAY_S, answers, even_trace, goodput
+from benchmarks.goodput.trace import DAY_S
 from liver_hpc.cli.check import check_run
 from liver_hpc.errors import LiverError
 from liver_hpc.report.traces import Cost
 from liver_hpc.run.records import RunRecords
 from tests.unit.layout.models import gpt_recipe
 from tests.unit.report.rows import reconfiguration, step
-
-
-def test_events_that_come_one_by_one_cost_one_answer_each() -> None:
-    costs = [Cost(2.0, 3.0), Cost(4.0, 5.0)]
-    assert list(answers([10.0, 20.0, 30.0], costs)) == [
-        (10.0, costs[0]),
-        (20.0, costs[1]),
-        (30.0, costs[0]),
-    ]
-    assert goodput([10.0, 20.0, 30.0], 100.0, costs) == pytest.approx(0.92)
-
-
-def test_events_that_come_while_a_job_is_busy_share_the_next_answer() -> None:
-    assert len(list(answers([10.0, 11.0, 12.0, 13.0], [Cost(20.0, 20.0)]))) == 2
-
-
-def test_what_is_lost_after_the_end_is_not_counted() -> None:
-    assert goodput([90.0], 100.0, [Cost(50.0, 50.0)]) == pytest.approx(0.9)
-
-
-def test_a_job_that_does_nothing_but_restart_makes_no_progress() -> None:
-    assert goodput(even_trace(100, 100.0), 100.0, [Cost(10.0, 10.0)]) < 0.05
 
 
 def live_records(outcome: str = "completed") -> RunRecords:
