@@ -3,65 +3,29 @@
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from benchmarks.harness import BenchmarkResult, machine_facts, parser, reported
 from benchmarks.reconfigure.array import measure_on_slurm
-from benchmarks.reconfigure.cells import Rows, measure, time_left_s
+from benchmarks.reconfigure.cells import Rows, measure
 from benchmarks.reconfigure.figures import result
 from benchmarks.reconfigure.sweep import Cell, Sweep, cells, load_sweep
 from liver_hpc.errors import LiverError
 from liver_hpc.host.files import look_anew
-from liver_hpc.report.wording import duration_text
 
-
-class Bar:
-    """The progress bar: cells done, and an estimate of the time that the others take."""
-
-    def __init__(self, rows: Rows, wanted: Sequence[Cell], parallel: int, console: Console) -> None:
-        self._rows = rows
-        self._wanted = wanted
-        self._parallel = parallel
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}"),
-            console=console,
-        )
-        self._task = self._progress.add_task("", total=len(wanted), left="")
-
-    def __enter__(self) -> Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._progress.stop()
-
-    def show(self, description: str) -> None:
-        """Counts anew what is measured, and says what comes now."""
-        took_s: dict[str, list[float]] = defaultdict(list)
-        left = []
-        for cell in self._wanted:
-            kind = f"{cell.size}/{cell.method}/{cell.variant}"
-            cell_s = self._rows.took_s(cell)
-            if cell_s is None:
-                left.append(kind)
-            else:
-                took_s[kind].append(cell_s)
-        left_s = time_left_s(took_s, left) / self._parallel
-        self._progress.update(
-            self._task,
-            description=description,
-            completed=len(self._wanted) - len(left),
-            left=f"about {duration_text(left_s)} left" if left else "",
-        )
+_SPEED_OF_S = 86_400.0
+"""The time left is told by the cells of the last day."""
 
 
 def run(sweep: Sweep, cluster: str, console: Console) -> list[Cell]:
@@ -72,19 +36,26 @@ def run(sweep: Sweep, cluster: str, console: Console) -> list[Cell]:
     if len(missing) < len(wanted):
         console.print(f"{len(wanted) - len(missing)} of {len(wanted)} were measured before")
     rows.check_machine(wanted, *([machine_facts()] if missing and cluster == "local" else []))
-    parallel = sweep.slurm.parallel if cluster == "slurm" else 1
-    with Bar(rows, wanted, parallel, console) as bar:
-        bar.show("")
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        speed_estimate_period=_SPEED_OF_S,
+    ) as progress:
+        task = progress.add_task("", total=len(wanted), completed=len(wanted) - len(missing))
         if cluster == "slurm":
             if missing:
-                measure_on_slurm(sweep, missing, lambda cell: bar.show(cell.name))
+                measure_on_slurm(sweep, missing, lambda _cell: progress.advance(task))
                 _check_kept(rows, missing)
             return wanted
         for cell in missing:
-            bar.show(cell.name)
+            progress.update(task, description=cell.name)
             measure(sweep, cell)
             _check_kept(rows, [cell])
-        bar.show("")
+            progress.advance(task)
     return wanted
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import socket
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -43,11 +41,6 @@ class Rows:
         """None while it is not measured."""
         found = self._read(cell)
         return None if found is None else found["rows"]
-
-    def took_s(self, cell: Cell) -> float | None:
-        """How long measuring took; None while it is not measured."""
-        found = self._read(cell)
-        return None if found is None else float(found["took_s"])
 
     def all_of(self, cells: Iterable[Cell]) -> list[Row]:
         """The rows of those that are measured, in the order of the cells."""
@@ -101,17 +94,17 @@ class Rows:
             return None
         return found
 
-    def keep(self, cell: Cell, rows: Sequence[Row], took_s: float) -> None:
+    def keep(self, cell: Cell, rows: Sequence[Row]) -> None:
         """From here on the cell is measured."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        found = {"took_s": took_s, "machine": machine_facts(), "rows": rows}
+        found = {"machine": machine_facts(), "rows": rows}
         write_whole(self.path(cell), json.dumps(found, indent=1))
 
 
 def measure(sweep: Sweep, cell: Cell, array: int = 0) -> None:
     """Measures one cell, in an array of so many tasks at a time or in none, and keeps its rows.
     Raises LiverError when that fails."""
-    begun_s, attempts = time.monotonic(), Rows(sweep)
+    attempts = Rows(sweep)
     attempts.note(cell, BEGUN)
     try:
         with _cores(sweep), bounded(sweep, cell):
@@ -123,8 +116,7 @@ def measure(sweep: Sweep, cell: Cell, array: int = 0) -> None:
         attempts.note(cell, f"{type(error).__name__}: {error}")
         raise
     where = {"variant": cell.variant, "array": array, "host": socket.gethostname()}
-    kept = [{**row, **where} for row in rows]
-    Rows(sweep).keep(cell, kept, time.monotonic() - begun_s)
+    Rows(sweep).keep(cell, [{**row, **where} for row in rows])
     attempts.note(cell, ENDED)
 
 
@@ -143,17 +135,3 @@ def _cores(sweep: Sweep) -> Iterator[None]:
         yield
     finally:
         del os.environ[CORES]
-
-
-def time_left_s(took_s: dict[str, list[float]], left: Sequence[str]) -> float:
-    """An estimate from how long cells of a kind (size, method, variant) have taken; of a kind that
-    has not been seen, as long as the mean of all that have. NaN before the first."""
-    seen = [mean for kind in took_s if not math.isnan(mean := _mean(took_s[kind]))]
-    return math.fsum(
-        mean if not math.isnan(mean := _mean(took_s.get(kind, []))) else _mean(seen)
-        for kind in left
-    )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values else math.nan

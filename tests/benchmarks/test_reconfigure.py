@@ -15,7 +15,7 @@ from rich.console import Console
 from benchmarks.harness import report
 from benchmarks.reconfigure import __main__ as command
 from benchmarks.reconfigure import array, links
-from benchmarks.reconfigure.cells import Rows, time_left_s
+from benchmarks.reconfigure.cells import Rows
 from benchmarks.reconfigure.cells import measure as measure_cell
 from benchmarks.reconfigure.figures import figures, fitted, measured, result
 from benchmarks.reconfigure.live import rows as live_rows
@@ -204,7 +204,7 @@ def test_a_task_does_not_measure_what_another_array_has_measured(
     monkeypatch.setattr(array, "measure", lambda _sweep, cell, _array: asked.append(cell))
     monkeypatch.setattr(array, "clean_environment", dict)
     first, second = [*cells(sweep)][:2]
-    Rows(sweep).keep(first, [row()], 1.0)
+    Rows(sweep).keep(first, [row()])
     for cell in (first, second):
         array.run_cell(sweep.model_dump_json(), cell.model_dump_json())
     assert asked == [second]
@@ -268,15 +268,13 @@ def test_measured_cells_are_skipped_and_a_failure_keeps_the_others(
         if len(measured_now) == 3:
             raise LiverError("power cut")
         measured_now.append(cell.name)
-        Rows(sweep).keep(cell, [row(size=cell.size, method=cell.method, round=cell.round)], 2.0)
+        Rows(sweep).keep(cell, [row(size=cell.size, method=cell.method, round=cell.round)])
 
     monkeypatch.setattr(command, "measure", measure)
     monkeypatch.setattr(command, "load_sweep", lambda *_: sweep)
     assert command.main([]) == 1
     assert measured_now == [cell.name for cell in wanted[:3]]
-    monkeypatch.setattr(
-        command, "measure", lambda sweep, cell: Rows(sweep).keep(cell, [row()], 2.0)
-    )
+    monkeypatch.setattr(command, "measure", lambda sweep, cell: Rows(sweep).keep(cell, [row()]))
     json_path = tmp_path / "r.json"
     assert command.main(["--json", str(json_path)]) == 0
     assert json_path.exists()
@@ -287,7 +285,7 @@ def test_a_sweep_does_not_go_on_on_another_kind_of_machine(
     sweep: Sweep, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def measure(sweep: Sweep, cell: Cell) -> None:
-        Rows(sweep).keep(cell, [row(size=cell.size, method=cell.method)], 1.0)
+        Rows(sweep).keep(cell, [row(size=cell.size, method=cell.method)])
 
     wanted = list(cells(sweep))
     monkeypatch.setattr(command, "measure", measure)
@@ -393,7 +391,7 @@ def test_all_tasks_are_on_the_node_that_is_named(sweep: Sweep) -> None:
 
 def test_rows_of_another_sweep_are_not_taken(sweep: Sweep) -> None:
     cell = next(cells(sweep))
-    Rows(sweep).keep(cell, [row()], 1.0)
+    Rows(sweep).keep(cell, [row()])
     more = sweep.model_copy(update={"repeats": 7})
     other = sweep.model_copy(update={"settle_steps": 9})
     assert Rows(more).of(cell) is not None
@@ -402,7 +400,7 @@ def test_rows_of_another_sweep_are_not_taken(sweep: Sweep) -> None:
 
 def test_rows_of_tasks_with_other_settings_are_not_taken(sweep: Sweep) -> None:
     cell = next(cells(sweep))
-    Rows(sweep).keep(cell, [row()], 1.0)
+    Rows(sweep).keep(cell, [row()])
     for changes in ({"setup": ["module load nccl"]}, {"gpus_per_node": 8}, {"partition": "b"}):
         other = sweep.model_copy(update={"slurm": ArraySection.model_validate(changes)})
         assert Rows(other).of(cell) is None, changes
@@ -412,7 +410,7 @@ def test_rows_of_tasks_with_other_settings_are_not_taken(sweep: Sweep) -> None:
 
 def test_rows_of_other_code_are_not_taken(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
     cell = next(cells(sweep))
-    Rows(sweep).keep(cell, [row()], 1.0)
+    Rows(sweep).keep(cell, [row()])
     monkeypatch.setattr("benchmarks.reconfigure.sweep.software_digest", lambda: "another")
     assert Rows(sweep).of(cell) is None
 
@@ -424,7 +422,7 @@ def test_a_sweep_whose_code_changes_meanwhile_is_no_result(
     def measure(sweep: Sweep, *_: object) -> None:
         monkeypatch.setattr("benchmarks.reconfigure.sweep.software_digest", lambda: "another")
         for cell in cells(sweep):
-            Rows(sweep).keep(cell, [row()], 1.0)
+            Rows(sweep).keep(cell, [row()])
 
     monkeypatch.setattr(command, "measure", measure)
     monkeypatch.setattr(command, "measure_on_slurm", measure)
@@ -459,17 +457,11 @@ def test_what_an_nfs_server_has_for_a_minute_is_not_missing(
     def look(directory: Path) -> None:
         assert directory == Rows(sweep).directory
         for each in cells(sweep):
-            Rows(sweep).keep(each, [row()], 1.0)
+            Rows(sweep).keep(each, [row()])
 
     monkeypatch.setattr(command, "measure_on_slurm", lambda *_: None)
     monkeypatch.setattr(command, "look_anew", look)
     command.run(sweep, "slurm", Console(quiet=True))
-
-
-def test_the_time_left_is_that_of_cells_of_the_same_kind() -> None:
-    assert time_left_s({"a": [10.0, 20.0], "b": [1.0]}, ["a", "b", "b"]) == 17.0
-    assert time_left_s({"a": [10.0]}, ["a", "b"]) == 20.0
-    assert math.isnan(time_left_s({}, ["a"]))
 
 
 def test_figures_are_ratios_of_medians_and_the_least_of_them() -> None:
