@@ -14,7 +14,7 @@ import os
 import platform
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -87,21 +87,15 @@ class BenchmarkResult:
 # ---- measuring
 
 
-def interleaved(
-    makers: Mapping[str, Callable[[], Value]],
-    repeats: int,
-    after: Callable[[str, Value], None] = lambda name, value: None,
-) -> dict[str, list[Value]]:
+def interleaved(makers: Mapping[str, Callable[[], Value]], repeats: int) -> dict[str, list[Value]]:
     """Calls every maker once, then every one again, `repeats` times: A B A B.
 
     A machine that slows down meanwhile then slows all of them. Every second round goes backwards,
-    so that none of them always comes after the same one. `after` hears of each value as it comes.
+    so that none of them always comes after the same one.
     """
     values: dict[str, list[Value]] = {name: [] for name in makers}
     for name in order_of(list(makers), repeats):
-        value = makers[name]()
-        values[name].append(value)
-        after(name, value)
+        values[name].append(makers[name]())
     return values
 
 
@@ -209,33 +203,13 @@ def report(result: BenchmarkResult, json_path: Path | None, console: Console | N
         write_json(result, json_path)
 
 
-def document(result: BenchmarkResult) -> dict[str, Any]:
-    """The result as JSON knows it: a figure that is not known is null."""
-    spread = {
-        name: {"count": s.count, "median": s.median, "low": s.low, "high": s.high}
-        for name, s in result.spread.items()
-    }
-    found: dict[str, Any] = strict(
-        {
-            "name": result.name,
-            "figures": dict(result.figures),
-            "machine": dict(result.machine) or machine_facts(),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "method": dict(result.method),
-            "repeats": result.repeats,
-            "spread": spread,
-            "rows": [dict(row) for row in result.rows],
-            "samples": [dict(sample) for sample in result.samples],
-        }
-    )
-    return found
-
-
 def write_json(result: BenchmarkResult, path: Path) -> None:
-    """Writes `document(result)`; the file is there as a whole or not at all."""
+    """The file is there as a whole or not at all. What is not known in it, or infinite, is null."""
+    machine = dict(result.machine) or machine_facts()
+    about = {"machine": machine, "date": datetime.now(UTC).isoformat(timespec="seconds")}
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(document(result), indent=2, allow_nan=False) + "\n"
-    write_whole(path, text)
+    found = strict(asdict(result) | about)
+    write_whole(path, json.dumps(found, indent=2, allow_nan=False) + "\n")
 
 
 def print_table(result: BenchmarkResult, console: Console) -> None:
