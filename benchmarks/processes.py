@@ -4,21 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.errors import DeadlineError
 
-def living(named: Callable[[str], bool]) -> list[psutil.Process]:
-    """Processes of whose command line `named` is true, with their descendants; never this one."""
+ENDED_S = 30.0
+
+
+def living(word: str) -> list[psutil.Process]:
+    """Processes with `word` in their command line, and their descendants; never this one."""
     found: dict[int, psutil.Process] = {}
     for process in psutil.process_iter(["cmdline"]):
-        if named(" ".join(process.info["cmdline"] or [])) and process.pid != psutil.Process().pid:
+        words = " ".join(process.info["cmdline"] or [])
+        if word in words and process.pid != psutil.Process().pid:
             with contextlib.suppress(psutil.NoSuchProcess):
                 found |= {p.pid: p for p in (process, *process.children(recursive=True))}
     return list(found.values())
+
+
+def outliving(word: str) -> int:
+    """How many of them there are still, half a minute after they should have ended."""
+    deadline = Deadline.after(SystemClock(), ENDED_S, f"the processes of {word} to end")
+    with contextlib.suppress(DeadlineError):
+        poll_until(lambda: not living(word), deadline, 0.1)
+    return len(living(word))
 
 
 def own_bytes(pid: int) -> int:

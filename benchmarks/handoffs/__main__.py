@@ -11,15 +11,12 @@ from typing import Any
 from benchmarks.harness import BenchmarkResult, parser, reported
 from benchmarks.live_runs import LiveRun
 from benchmarks.models import text_data
-from benchmarks.processes import Footprint, footprint, living
-from liver_hpc.clock import Deadline, SystemClock, poll_until
+from benchmarks.processes import Footprint, footprint, living, outliving
 from liver_hpc.config.schema import RunConfig
-from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
 
 THERE, HOME = Layout.parse("pp2"), Layout.parse("dp2")
 EVENT_S = 300.0
-ENDED_S = 30.0
 SETTLED_STEPS = 2
 COMPARED = 3
 """So many samples at either end, of which medians are compared; the first few handoffs may load
@@ -70,7 +67,7 @@ def run(scale: Scale) -> BenchmarkResult:
         def sample(part: str, number: int) -> None:
             live.await_handoffs()
             live.settle(SETTLED_STEPS)
-            held = footprint(living(lambda words: path in words))
+            held = footprint(living(path))
             samples.append(Sample(part, number, held))
 
         live.settle(SETTLED_STEPS)
@@ -82,7 +79,7 @@ def run(scale: Scale) -> BenchmarkResult:
         for number in range(1, scale.replacements + 1):
             live.replace()
             sample("replacements", number)
-    return result(samples, _left(path))
+    return result(samples, outliving(path))
 
 
 def _config() -> RunConfig:
@@ -97,16 +94,6 @@ def _config() -> RunConfig:
             "layouts": {2: [{"dp": 2}, {"pp": 2}]},
         }
     )
-
-
-def _left(path: str) -> int:
-    """Processes that outlive the run."""
-    deadline = Deadline.after(SystemClock(), ENDED_S, "the run's processes to end")
-    try:
-        poll_until(lambda: not living(lambda words: path in words), deadline, interval_s=0.5)
-    except LiverError:
-        return len(living(lambda words: path in words))
-    return 0
 
 
 def result(samples: Sequence[Sample], left: int) -> BenchmarkResult:

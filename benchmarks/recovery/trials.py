@@ -17,13 +17,13 @@ import psutil
 
 from benchmarks.harness import loss_difference, losses
 from benchmarks.live_runs import LiveRun
-from benchmarks.processes import living
+from benchmarks.processes import outliving
 from benchmarks.reconfigure.sweep import load_sweep, overlaid
 from benchmarks.recovery import torchft
 from benchmarks.recovery.bills import bill, median_step_s
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.config.schema import LayoutSection, RunConfig
-from liver_hpc.errors import DeadlineError, LiverError
+from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.report.derive import run_figures
 from liver_hpc.run.entries import JOURNAL_FILE, steps_done
@@ -31,7 +31,6 @@ from liver_hpc.run.records import RunRecords
 
 MODELS = Path("configs/bench/local.yaml")
 EVENT_S = 300.0
-ENDED_S = 30.0
 HEARTBEAT_S = 2.0
 WARM_STEPS = 6
 """Done before the loss. The last one is lost with it: its snapshot, or its checkpoint, is begun
@@ -219,7 +218,7 @@ class Trials:
         with LiveRun(config, EVENT_S, _STEP_POLL_S) as run:
             act(run)
         path = run.run.path
-        left = _left(str(path))
+        left = outliving(str(path))
         records = run.records()
         shutil.rmtree(path)
         return records, left
@@ -295,11 +294,3 @@ def whole_s(records: RunRecords, struck_s: float) -> float | None:
 
 def _noticed(records: RunRecords) -> bool:
     return bool(records.recoveries) or any(each.kind == "restart" for each in records.notices)
-
-
-def _left(path: str) -> int:
-    """Processes that outlive the run."""
-    deadline = Deadline.after(SystemClock(), ENDED_S, "the run's processes to end")
-    with contextlib.suppress(DeadlineError):
-        poll_until(lambda: not living(lambda words: path in words), deadline, _POLL_S)
-    return len(living(lambda words: path in words))

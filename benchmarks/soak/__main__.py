@@ -134,7 +134,7 @@ def run(events: int, seed: int) -> BenchmarkResult:
     with Storm(run_config(directory, LAYOUTS, **STORMY), seed) as storm:
         storm.strike(events)
     records = read_run(storm.run.path)
-    left = len(living(lambda words: str(storm.run.path) in words))
+    left = len(living(str(storm.run.path)))
     steps = max(each.step for each in records.steps)
     os.environ[PAUSE] = "0"
     fixed = [fixed_losses(run_config(directory, its), steps) for its in (UNDISTURBED, OTHER)]

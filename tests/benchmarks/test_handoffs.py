@@ -71,7 +71,7 @@ def test_a_run_is_its_named_processes_and_their_children(
     sleeper: tuple[str, psutil.Process],
 ) -> None:
     word, process = sleeper
-    found = living(lambda words: word in words)
+    found = living(word)
     assert {each.pid for each in found} == {process.pid, *(c.pid for c in process.children())}
     seen = footprint(found)
     assert (seen.processes, seen.threads) == (2, 2)
