@@ -39,25 +39,19 @@ class Block:
 
 def measure(directory: Path, pairs: int, least_steps: int) -> Mapping[str, Sequence[Block]]:
     """A block has `least_steps` at least; with snapshots, as many whole intervals between them."""
-    copied = LiverRun(_config(directory, {"every_steps": "auto"}))
-    try:
-        copied.await_steps(WARM_STEPS)
+    with LiverRun(_config(directory, {"every_steps": "auto"})) as copied:
+        copied.live.reach(WARM_STEPS)
         deadline = Deadline.after(SystemClock(), READY_S, "an interval between snapshots")
         poll_until(lambda: bool(told_intervals(copied.run.path)), deadline, 0.5)
         copied.pause()
-        plain = LiverRun(_config(directory, {}))
-        try:
-            plain.await_steps(WARM_STEPS)
+        with LiverRun(_config(directory, {})) as plain:
+            plain.live.reach(WARM_STEPS)
             plain.pause()
             sides = {
                 WITHOUT: partial(_block, plain, least_steps),
                 WITH: partial(_block_of_intervals, copied, least_steps),
             }
             return interleaved(sides, pairs)
-        finally:
-            plain.close()
-    finally:
-        copied.close()
 
 
 def _config(directory: Path, snapshots: Mapping[str, Any]) -> RunConfig:

@@ -117,19 +117,13 @@ def run(checkout: Path, effort: Effort) -> BenchmarkResult:
         words = effort.words()
         start = _common_start(job, effort, directory)
         words += ["--load", str(start), "--exit-on-missing-checkpoint"]
-        elastic = Elastic(_config(checkout, words, directory))
-        try:
+        with Elastic(_config(checkout, words, directory)) as elastic:
             elastic.reach(COMMON_STEPS + SETTLED_STEPS)
             elastic.pause()
-            plain = Plain(job(words), directory / PLAIN)
-            try:
+            with Plain(job(words), directory / PLAIN) as plain:
                 plain.reach(COMMON_STEPS + SETTLED_STEPS)
                 plain.pause()
                 return _measured(elastic, plain, effort)
-            finally:
-                plain.close()
-        finally:
-            elastic.close()
 
 
 def _common_start(job: partial[PlainJob], effort: Effort, directory: Path) -> Path:

@@ -12,11 +12,9 @@ from typing import NamedTuple
 
 import psutil
 
-from benchmarks.live_runs import LiveRun
-from benchmarks.processes import living
 from benchmarks.script.bootstrap import SCALARS
 from benchmarks.script.plain import PlainJob, PlainRun, failure, read_scalars, start_plain
-from benchmarks.steady_state.sides import Side, Step
+from benchmarks.steady_state.sides import LiverRun, Side
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.layout.coordinates import Layout
@@ -91,9 +89,6 @@ class Plain(ScriptSide):
         begin = data.find(b"\n", cut) + 1 if cut > 0 else 0
         return read_scalars(data[begin:].decode().split("\n")[:-1])
 
-    def steps(self) -> list[Step]:
-        return [Step(step - 1, 0.0, loss) for step, loss in self._run().losses.items()]
-
     def outcomes(self) -> Mapping[int, Outcome]:
         found = self._run()
         both = found.losses.keys() & found.grad_norms.keys()
@@ -103,37 +98,26 @@ class Plain(ScriptSide):
         self._child.end(0)
 
 
-class Elastic(ScriptSide):
+class Elastic(LiverRun, ScriptSide):
     """A whole run: coordinator, agent, workers."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._live = LiveRun(config, EVENT_S, POLL_S)
-
-    def processes(self) -> list[psutil.Process]:
-        return living(lambda words: str(self._live.run.path) in words)
+        super().__init__(config, EVENT_S, POLL_S)
 
     def training(self) -> list[psutil.Process]:
-        workers = {*self._live.worker_pids().values()}
+        workers = {*self.live.worker_pids().values()}
         return [each for each in self.processes() if each.pid in workers]
 
     def reach(self, step: int) -> int:
-        return self._live.reach(step)
+        return self.live.reach(step)
 
     def there_and_back(self, other: Layout, home: Layout) -> None:
         """Two handoffs, after which it trains as before."""
         for layout in (other, home):
-            self._live.resize(layout)
-            self._live.await_handoffs()
-            self._live.settle(SETTLED_STEPS)
-
-    def steps(self) -> list[Step]:
-        rows = self._live.records().steps
-        return [Step(row.step, row.ended_s, row.loss) for row in rows]
+            self.live.resize(layout)
+            self.live.await_handoffs()
+            self.live.settle(SETTLED_STEPS)
 
     def outcomes(self) -> Mapping[int, Outcome]:
-        rows = self._live.records().steps
+        rows = self.live.records().steps
         return {row.step + 1: Outcome(row.loss, row.grad_norm) for row in rows}
-
-    def close(self) -> None:
-        self.resume()
-        self._live.close()

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from threading import Event
 from typing import Any
 
 import torch
@@ -25,13 +26,7 @@ from benchmarks.harness import (
     reported,
 )
 from benchmarks.models import MODEL_100M, text_data
-from benchmarks.steady_state.sides import (
-    LiverRun,
-    PlainLoop,
-    Side,
-    Step,
-    wait_s,
-)
+from benchmarks.steady_state.sides import LiverRun, PlainLoop, Step
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.report.derive import ReconfigurationFigures, run_figures
@@ -108,28 +103,24 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(effort: Effort) -> BenchmarkResult:
     """Starts both sides, measures them in turns, ends them."""
-    with tempfile.TemporaryDirectory() as directory:
-        live = LiverRun(_config(effort, Path(directory)))
-        try:
-            live.await_steps(WARM_STEPS)
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        with LiverRun(_config(effort, directory)) as live:
+            live.live.reach(WARM_STEPS)
             live.pause()
-            plain = PlainLoop(live.run.config(), effort.layout, Path(directory))
-            try:
+            with PlainLoop(live.run.config(), effort.layout, directory) as plain:
                 plain.await_steps(WARM_STEPS)
                 plain.pause()
-                sides: dict[str, Side] = {LIVER: live, PLAIN: plain}
                 blocks = interleaved(
-                    {name: partial(_block, side, effort.block_s) for name, side in sides.items()},
+                    {
+                        LIVER: partial(_block, live, effort.block_s),
+                        PLAIN: partial(_block, plain, effort.block_s),
+                    },
                     effort.blocks,
                 )
                 difference = loss_difference(_losses(live.steps()), _losses(plain.steps()))
-                plain.pause()
                 live.resume()
                 handoffs = _hand_off(live, effort.rounds) if effort.rounds else []
-            finally:
-                plain.close()
-        finally:
-            live.close()
     return _result(blocks, difference, handoffs)
 
 
@@ -163,11 +154,12 @@ def _config(effort: Effort, directory: Path) -> RunConfig:
     )
 
 
-def _block(side: Side, block_s: float) -> Block:
+def _block(side: LiverRun | PlainLoop, block_s: float) -> Block:
     """Lets one side train for a while."""
     before, cpu_before_s = len(side.steps()), side.cpu_s()
     side.resume()
-    began_s = wait_s(block_s)
+    began_s = time.time()
+    Event().wait(block_s)
     side.pause()
     ended_s = time.time()
     steps = side.steps()

@@ -8,19 +8,17 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import signal
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from threading import Event
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import psutil
 
 from benchmarks.live_runs import LiveRun
 from benchmarks.processes import living
 from benchmarks.steady_state.plain import run_rank
-from liver_hpc.clock import Deadline, SystemClock
+from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
@@ -41,15 +39,18 @@ class Step(NamedTuple):
 
 
 class Side(ABC):
-    """Processes that can be stopped and let go on. Running when it has been constructed."""
+    """Processes that can be stopped and let go on. Running when it has been constructed; a context
+    manager that ends them."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
 
     @abstractmethod
     def processes(self) -> list[psutil.Process]:
         """All of them that are alive."""
-
-    @abstractmethod
-    def steps(self) -> list[Step]:
-        """All steps done so far, in order."""
 
     @abstractmethod
     def close(self) -> None:
@@ -68,13 +69,6 @@ class Side(ABC):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
 
-    def await_steps(self, count: int) -> None:
-        """Until so many steps are done: all is warm. Raises DeadlineError."""
-        deadline = Deadline.after(SystemClock(), READY_S, f"step {count} of {type(self).__name__}")
-        while len(self.steps()) < count:
-            deadline.check()
-            Event().wait(POLL_S)
-
     def cpu_s(self) -> float:
         """CPU seconds that the living processes have used so far."""
         total = 0.0
@@ -88,12 +82,12 @@ class Side(ABC):
 class LiverRun(Side):
     """A whole run: coordinator, agent, workers, as `liver submit` starts them on this machine."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self.live = LiveRun(config, READY_S)
+    def __init__(self, config: RunConfig, event_s: float = READY_S, poll_s: float = POLL_S) -> None:
+        self.live = LiveRun(config, event_s, poll_s)
         self.run = self.live.run
 
     def processes(self) -> list[psutil.Process]:
-        return living(lambda words: str(self.run.path) in words)
+        return living(str(self.run.path))
 
     def steps(self) -> list[Step]:
         if not (self.run.path / JOURNAL_FILE).exists():
@@ -134,14 +128,12 @@ class PlainLoop(Side):
         fields = (line.split() for line in lines)
         return [Step(int(step), float(ended), float(loss)) for step, ended, loss in fields]
 
+    def await_steps(self, count: int) -> None:
+        """Until so many steps are done. Raises DeadlineError."""
+        deadline = Deadline.after(SystemClock(), READY_S, f"step {count} of the plain loop")
+        poll_until(lambda: len(self.steps()) >= count, deadline, POLL_S)
+
     def close(self) -> None:
         for rank in self._ranks:
             rank.kill()
             rank.join()
-
-
-def wait_s(seconds: float) -> float:
-    """Lets time pass; returns when that began, in epoch seconds."""
-    began_s = time.time()
-    Event().wait(seconds)
-    return began_s
