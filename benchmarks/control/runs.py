@@ -16,6 +16,7 @@ import psutil
 
 from benchmarks.control.agents import Crossing, play
 from benchmarks.gpt_spec import gpt_spec
+from benchmarks.models import layout_table
 from benchmarks.planner.cases import MODEL, NODE_WORKERS, nodes_of
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.launcher import LaunchedAgent, Launcher
@@ -197,14 +198,13 @@ class ManyWorkers:
         self._operator = connect(address, SECRET, LIMIT_S, "the coordinator")
 
     def _made(self) -> Coordinator:
-        choices = [{"tp": each.tp, "pp": each.pp, "dp": each.dp} for each in self._layouts]
         config = RunConfig.model_validate(
             {
                 "name": "control",
                 "recipe": "nobody:imports",
                 "train": {"steps": 10**6, "global_batch": 4 * self._layouts[1].dp},
                 "workers": {"initial": self._workers, "max": self._workers},
-                "layouts": {self._workers: choices},
+                "layouts": layout_table(self._layouts),
                 "checkpoint": {"every_steps": None},
                 "deadlines": {"exit_s": 5.0},
             }

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.harness import BenchmarkResult, Spread, loss_differences, losses, parser, reported
 from benchmarks.live_runs import LiveRun
-from benchmarks.models import text_data
+from benchmarks.models import layout_table, text_data
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
@@ -37,11 +37,6 @@ FULL, QUICK = Scale(18, 20, 192), Scale(2, 3, 64)
 
 def config_of(scale: Scale, first: Layout) -> RunConfig:
     """A run that begins in `first` and ends when it is stopped: all runs see the same samples."""
-    table: dict[int, list[dict[str, int]]] = {2: [], 4: []}
-    for layout in (first, *LAYOUTS):
-        entry = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}
-        if entry not in table[layout.workers]:
-            table[layout.workers].append(entry)
     sizes = {"layers": 4, "hidden": scale.hidden, "ffn_hidden": 2 * scale.hidden}
     return RunConfig.model_validate(
         {
@@ -53,7 +48,7 @@ def config_of(scale: Scale, first: Layout) -> RunConfig:
             "schedule": {"warmup_steps": 20, "decay_steps": 1000},
             "train": {"steps": 20_000, "global_batch": 8, "micro_batch": 1},
             "workers": {"initial": 2, "max": 4},
-            "layouts": table,
+            "layouts": layout_table((first, *LAYOUTS)),
         }
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.harness import BenchmarkResult, parser, reported
 from benchmarks.memory.held import Held
-from benchmarks.models import MODEL_100M, text_data
+from benchmarks.models import MODEL_100M, layout_table, text_data
 from benchmarks.transitions.pool import Pool, open_seat
 from liver_hpc.cli.submission import with_prepared_data
 from liver_hpc.config.schema import RunConfig
@@ -76,21 +76,13 @@ def handed_over(model: Mapping[str, Any], layouts: tuple[Layout, Layout], mode: 
 def _config(
     model: Mapping[str, Any], layouts: tuple[Layout, Layout], mode: str, directory: Path
 ) -> RunConfig:
-    workers = {layout.workers for layout in layouts}
     return RunConfig.model_validate(
         {
             "model": dict(model),
             "data": text_data(directory),
             "train": {"steps": 100, "global_batch": 4},
-            "workers": {"initial": layouts[0].workers, "max": max(workers)},
-            "layouts": {
-                count: [
-                    {"tp": one.tp, "pp": one.pp, "dp": one.dp}
-                    for one in layouts
-                    if one.workers == count
-                ]
-                for count in workers
-            },
+            "workers": {"initial": layouts[0].workers, "max": max(one.workers for one in layouts)},
+            "layouts": layout_table(layouts),
             "handoff": {"memory": mode},
             "cluster": {"kind": "local"},
         }

@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from benchmarks.baseline.methods import Method
 from benchmarks.harness import order_of, software_digest
+from benchmarks.models import layout_table
 from liver_hpc.config.schema import (
     LayoutSection,
     NonNegativeInt,
@@ -141,11 +142,7 @@ class Sweep(Section):
     def run_config(self, size: str, variant: str = "") -> RunConfig:
         """The run of one model size, whose workers begin in `start`. Raises ConfigError."""
         sections = [self.start, *(transition.to for transition in self.transitions)]
-        table: dict[int, list[dict[str, int]]] = {}
-        for section in sections:
-            entries = table.setdefault(section.layout().workers, [])
-            if section.model_dump() not in entries:
-                entries.append(section.model_dump())
+        table = layout_table(section.layout() for section in sections)
         values: dict[str, Any] = {
             "name": f"{self.name}-{size}",
             "runs_directory": str(self.directory),

@@ -17,12 +17,13 @@ import psutil
 
 from benchmarks.harness import loss_difference, losses
 from benchmarks.live_runs import LiveRun
+from benchmarks.models import layout_table
 from benchmarks.processes import outliving
 from benchmarks.reconfigure.sweep import load_sweep, overlaid
 from benchmarks.recovery import torchft
 from benchmarks.recovery.bills import bill, median_step_s
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.config.schema import LayoutSection, RunConfig
+from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.report.derive import run_figures
@@ -119,7 +120,7 @@ class Trials:
             "runs_directory": str(self._directory / "runs"),
             "model": self._sweep.models[size],
             "workers": {"initial": layouts[0].workers, "max": layouts[0].workers},
-            "layouts": {each.workers: [LayoutSection.of(each).model_dump()] for each in layouts},
+            "layouts": layout_table(layouts),
             "cluster": {"kind": "local"},
             # Who is stopped for ever is killed at the end.
             "deadlines": {"exit_s": 3.0},

@@ -23,8 +23,6 @@ from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.recipes.specs import load_run_recipe
-from liver_hpc.report.store import read_run
-from liver_hpc.run.entries import JOURNAL_FILE
 
 POLL_S = 0.1
 READY_S = 180.0
@@ -90,10 +88,7 @@ class LiverRun(Side):
         return living(str(self.run.path))
 
     def steps(self) -> list[Step]:
-        if not (self.run.path / JOURNAL_FILE).exists():
-            return []
-        records = read_run(self.run.path)
-        return [Step(row.step, row.ended_s, row.loss) for row in records.steps]
+        return [Step(row.step, row.ended_s, row.loss) for row in self.live.records().steps]
 
     def close(self) -> None:
         self.resume()
