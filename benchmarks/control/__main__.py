@@ -6,6 +6,7 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.control.runs import Handoff, ManyWorkers, crossing_of, layouts_of
@@ -63,7 +64,7 @@ def run(workers: int, repeats: int) -> BenchmarkResult:
     sizes = (workers // SMALLER, workers)
     handoffs: dict[int, list[Handoff]] = {size: [] for size in sizes}
     with tempfile.TemporaryDirectory() as directory:
-        runs = {size: ManyWorkers(_made(Path(directory) / str(size)), size) for size in sizes}
+        runs = {size: ManyWorkers(Path(directory) / str(size), size) for size in sizes}
         for each in runs.values():
             each.handoff()  # plans and pages are fresh
         for _ in range(repeats):
@@ -76,17 +77,12 @@ def run(workers: int, repeats: int) -> BenchmarkResult:
     took = {size: Spread.of([each.took_s for each in handoffs[size]]) for size in sizes}
     figures = {
         "handoff_control_s": took[workers].median,
-        "handoff_control_cpu_s": Spread.of([each.cpu_s for each in handoffs[workers]]).median,
+        "handoff_control_cpu_s": median(each.cpu_s for each in handoffs[workers]),
         "coordinator_sockets": max(sockets.values()),
         f"growth_{sizes[0]}_to_{sizes[1]}": took[workers].median / took[sizes[0]].median,
     }
     spread = {"handoff_control_s": took[workers], f"handoff_control_s_{sizes[0]}": took[sizes[0]]}
     return BenchmarkResult("control", figures, rows, METHOD, spread, repeats)
-
-
-def _made(directory: Path) -> Path:
-    directory.mkdir()
-    return directory
 
 
 def _row(workers: int, run: ManyWorkers, handoffs: list[Handoff]) -> dict[str, Any]:

@@ -178,6 +178,7 @@ class ManyWorkers:
     def __init__(self, directory: Path, workers: int) -> None:
         self.agents = workers // NODE_WORKERS
         self._directory, self._workers = directory, workers
+        directory.mkdir(exist_ok=True)
         self._layouts = layouts_of(workers)
         self._ended: queue.SimpleQueue[Event] = queue.SimpleQueue()
         context = multiprocessing.get_context("spawn")

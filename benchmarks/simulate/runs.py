@@ -16,8 +16,6 @@ from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
 from liver_hpc.recipes.specs import load_run_recipe
 from liver_hpc.report.store import read_run
-from liver_hpc.run.directory import RunDirectory
-from liver_hpc.run.outcome import Outcome
 
 LIMIT_S = 400.0
 POLL_S = 0.2
@@ -52,19 +50,13 @@ def make_runs(directory: Path, models: Sequence[Mapping[str, Any]] = MODELS) -> 
     for number, model in enumerate(models):
         run = submit_run(_config(directory / str(number), model), "local")
         deadline = Deadline.after(SystemClock(), LIMIT_S, f"the end of {run}")
-        outcome = _outcome_of(run, deadline)
+        while (outcome := run.outcome()) is None:
+            deadline.check()
+            Event().wait(POLL_S)
         if outcome.state != "finished":
             raise LiverError(f"{run}: {outcome}")
         made.append(run.path)
     return made
-
-
-def _outcome_of(run: RunDirectory, deadline: Deadline) -> Outcome:
-    """Once it is over."""
-    while (outcome := run.outcome()) is None:
-        deadline.check()
-        Event().wait(POLL_S)
-    return outcome
 
 
 def _config(directory: Path, model: Mapping[str, Any]) -> RunConfig:
