@@ -11,7 +11,6 @@ import importlib.metadata
 import json
 import os
 import sys
-import time
 import types
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ class ScalarFile:
 
     def add_scalar(self, name: str, value: Any, step: Any, **_options: Any) -> None:
         entry = {"name": name, "step": int(step), "value": float(value)}
-        self._file.write(json.dumps({**entry, "cpu_s": time.process_time()}) + "\n")
+        self._file.write(json.dumps(entry) + "\n")
 
     def add_text(self, *_args: Any, **_options: Any) -> None:
         """The arguments, which the log has too."""

@@ -58,14 +58,13 @@ class PlainJob:
 class PlainRun:
     """What the script said, by the number of steps done, as float32 holds it.
 
-    validation_losses: the first after each step. cpu_s: of the last rank, from its start. scalars:
-    all that TensorBoard was told, by its name.
+    validation_losses: the first after each step. scalars: all that TensorBoard was told, by its
+    name.
     """
 
     losses: Mapping[int, float]
     grad_norms: Mapping[int, float]
     validation_losses: Mapping[int, float]
-    cpu_s: Mapping[int, float]
     scalars: Mapping[str, Mapping[int, float]] = field(default_factory=dict, compare=False)
 
 
@@ -107,12 +106,9 @@ def read_scalars(lines: Iterable[str]) -> PlainRun:
     kinds: dict[str, dict[int, float]] = {
         name: {} for name in ("lm loss", "grad-norm", "lm loss validation")
     }
-    cpu_s: dict[int, float] = {}
     for entry in map(json.loads, lines):
         kinds.setdefault(entry["name"], {}).setdefault(entry["step"], entry["value"])
-        if entry["name"] == "lm loss":
-            cpu_s[entry["step"]] = entry["cpu_s"]
-    return PlainRun(kinds["lm loss"], kinds["grad-norm"], kinds["lm loss validation"], cpu_s, kinds)
+    return PlainRun(kinds["lm loss"], kinds["grad-norm"], kinds["lm loss validation"], kinds)
 
 
 def _tail(log: Path) -> str:
