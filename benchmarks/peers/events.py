@@ -5,10 +5,11 @@ Every process appends one line a step to a file of its own; `merged` makes steps
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from liver_hpc.errors import LiverError
 
@@ -29,16 +30,12 @@ class Step:
 
     def line(self) -> str:
         """As a process writes it."""
-        return (
-            f"{self.step} {self.world} {self.workers} "
-            f"{self.started_s!r} {self.ended_s!r} {self.loss!r}\n"
-        )
+        return json.dumps(asdict(self)) + "\n"
 
     @classmethod
     def parse(cls, line: str) -> Step:
         """The inverse of `line`. Raises ValueError."""
-        step, world, workers, started, ended, loss = line.split()
-        return cls(int(step), int(world), int(workers), float(started), float(ended), float(loss))
+        return cls(**json.loads(line))
 
 
 @dataclass(frozen=True)

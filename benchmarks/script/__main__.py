@@ -113,7 +113,7 @@ def run(checkout: Path, effort: Effort) -> BenchmarkResult:
     """Makes the common checkpoint, starts both sides, measures them in turns, ends them."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        job = partial(PlainJob, checkout / "pretrain_gpt.py", checkout, ranks=LAYOUT.workers)
+        job = partial(PlainJob, checkout, ranks=LAYOUT.workers)
         words = effort.words()
         start = _common_start(job, effort, directory)
         words += ["--load", str(start), "--exit-on-missing-checkpoint"]

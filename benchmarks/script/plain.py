@@ -23,22 +23,21 @@ _REPOSITORY = Path(__file__).parent.parent.parent
 
 @dataclass(frozen=True)
 class PlainJob:
-    """What is run. words: the script's arguments, those of the layout and of checkpoints among
-    them; what a CPU wants, and where scalars go, is put behind them. python: of the environment
-    whose megatron-core is the checkout's."""
+    """`pretrain_gpt.py` of a checkout, in an environment whose megatron-core is the checkout's.
+    words: its arguments, those of the layout and of checkpoints among them; what a CPU wants, and
+    where scalars go, is put behind them."""
 
-    script: Path
     checkout: Path
     words: Sequence[str]
     ranks: int = 1
-    python: Path = Path(sys.executable)
 
     def command(self, directory: Path) -> list[str]:
         """torchrun's words."""
         return [
-            *(str(self.python), "-m", "torch.distributed.run"),
+            *(sys.executable, "-m", "torch.distributed.run"),
             *("--standalone", f"--nproc-per-node={self.ranks}"),
-            *("-m", "benchmarks.script.bootstrap", str(self.script), *self.words),
+            *("-m", "benchmarks.script.bootstrap", str(self.checkout / "pretrain_gpt.py")),
+            *self.words,
             *("--distributed-backend", "gloo"),
             *("--tensorboard-dir", str(directory), "--tensorboard-log-interval", "1"),
         ]

@@ -30,7 +30,7 @@ real = pytest.mark.skipif("MEGATRON_LM" not in os.environ, reason="wants MEGATRO
 
 
 def plain(checkout: Path, directory: Path, words: Sequence[str] = (), ranks: int = 1) -> PlainRun:
-    job = PlainJob(checkout / "pretrain_gpt.py", checkout, [*MODEL.split(), *words], ranks)
+    job = PlainJob(checkout, [*MODEL.split(), *words], ranks)
     return run_plain(job, directory, Deadline.after(SystemClock(), LIMIT_S, "the script"))
 
 

@@ -45,12 +45,7 @@ FLAGS = {
 def plain(checkout: Path, directory: Path, words: str, **layout: int) -> PlainRun:
     """The plain script in a layout of two ranks, or of one."""
     flags = " ".join(f"{FLAGS[axis]} {size}" for axis, size in layout.items() if axis in FLAGS)
-    job = PlainJob(
-        checkout / "pretrain_gpt.py",
-        checkout,
-        f"{words} {PLAIN} {flags}".split(),
-        2 if layout else 1,
-    )
+    job = PlainJob(checkout, f"{words} {PLAIN} {flags}".split(), 2 if layout else 1)
     return run_plain(job, directory, Deadline.after(SystemClock(), LIMIT_S, "the script"))
 
 
