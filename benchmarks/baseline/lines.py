@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
@@ -19,6 +20,25 @@ class Line(BaseModel):
     """Frozen; the type field tells which one it is."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Orders(Line):
+    """What a worker is started for. Without a load_directory the state begins from the seed.
+
+    digests: whether those of the state are told with Ready and Written; they cost time. host: an
+    address of this node's. held: it waits for Go before it does anything. storage_bytes_per_s: what
+    the storage carries, of all workers together; None: as fast as it is.
+    """
+
+    run_directory: Path
+    layout: str
+    rank: int
+    generation: int
+    load_directory: Path | None = None
+    digests: bool = False
+    host: str = HOST
+    held: bool = False
+    storage_bytes_per_s: float | None = None
 
 
 # ---- to a worker

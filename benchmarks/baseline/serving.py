@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import queue
 import threading
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from benchmarks.baseline.lines import (
     Leave,
     Meet,
     Order,
+    Orders,
     Ready,
     Save,
     Stepped,
@@ -44,31 +44,11 @@ from liver_hpc.world.world import World
 dist: Any = importlib.import_module("torch.distributed")
 
 
-@dataclass(frozen=True)
-class Orders:
-    """What a worker is started for. Without a load_directory the state begins from the seed.
-
-    digests: whether those of the state are told with Ready and Written; they cost time. host: an
-    address of this node's. held: it waits for Go before it does anything. storage_bytes_per_s: what
-    the storage carries, of all workers together; None: as fast as it is.
-    """
-
-    run_directory: Path
-    layout: Layout
-    rank: int
-    generation: int
-    load_directory: Path | None
-    digests: bool
-    host: str
-    held: bool = False
-    storage_bytes_per_s: float | None = None
-
-
 class BaselineWorker:
     """One world from its beginning to its end, on a default group of its own."""
 
     def __init__(self, orders: Orders, device: Device, clock: Clock, writer: Writer) -> None:
-        self._orders = orders
+        self._orders, self._layout = orders, Layout.parse(orders.layout)
         self._device = device
         self._clock = clock
         self._writer = writer
@@ -112,7 +92,7 @@ class BaselineWorker:
     def _meet(self) -> Any:
         """The store of all workers; worker 0 keeps it, on a port that was free."""
         orders, limit_s = self._orders, self._config.deadlines.meet_s
-        timeout, workers = timedelta(seconds=limit_s), orders.layout.workers
+        timeout, workers = timedelta(seconds=limit_s), self._layout.workers
         if orders.rank == 0:
             kept = dist.TCPStore(orders.host, 0, workers, True, timeout, wait_for_workers=False)
             self._writer.send(Imported(at_s=self._clock.now_s(), port=kept.port))
@@ -133,11 +113,11 @@ class BaselineWorker:
             device.backend_name,
             store=dist.PrefixStore("default", store),
             rank=orders.rank,
-            world_size=orders.layout.workers,
+            world_size=self._layout.workers,
             timeout=timedelta(seconds=collective_s),
         )
         megatron.prepare_process(config.train.seed)
-        rank_map = RankMap(orders.layout, tuple(range(orders.layout.workers)))
+        rank_map = RankMap(self._layout, tuple(range(self._layout.workers)))
         world = World(recipe, rank_map, orders.rank, orders.generation, device)
         network = Network(device, orders.host)
         world.book.connect(network, store, collective_s)

@@ -19,6 +19,7 @@ from benchmarks.baseline.lines import (
     Line,
     Meet,
     News,
+    Orders,
     Ready,
     Stepped,
     Writer,
@@ -121,18 +122,19 @@ class Workers:
 
     def _command(self, rank: int, read_fd: int, write_fd: int) -> list[str]:
         start, node = self.start, self.start.node_of(rank)
+        orders = Orders(
+            run_directory=start.run_directory,
+            layout=str(start.layout),
+            rank=rank,
+            generation=start.generation,
+            load_directory=start.directory,
+            digests=start.digests,
+            host=node.host,
+            held=start.held,
+            storage_bytes_per_s=start.around.storage_bytes_per_s,
+        )
         command = [*node.enter, sys.executable, "-m", "benchmarks.baseline.worker"]
-        command += ["--host", node.host]
-        if start.around.storage_bytes_per_s is not None:
-            command += ["--storage-bytes-per-s", str(start.around.storage_bytes_per_s)]
-        if start.held:
-            command += ["--held"]
-        command += ["--run-directory", str(start.run_directory), "--layout", str(start.layout)]
-        command += ["--rank", str(rank), "--generation", str(start.generation)]
-        command += ["--read-fd", str(read_fd), "--write-fd", str(write_fd)]
-        if start.directory is not None:
-            command += ["--load-directory", str(start.directory)]
-        return [*command, "--digests"] if start.digests else command
+        return [*command, orders.model_dump_json(), str(read_fd), str(write_fd)]
 
     def _listen(self, rank: int, descriptor: int) -> None:
         def handle(line: News) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.baseline.lines import HOST, Written
+from benchmarks.baseline.lines import Orders, Written
 from benchmarks.baseline.workers import Start, Workers
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
@@ -77,11 +77,10 @@ def test_nothing_that_only_a_handoff_needs_makes_a_restart_slower(
     exported: dict[str, str], found: str, tmp_path: Path
 ) -> None:
     """Where the runtime opens its device, all kernels are loaded unless the environment says."""
-    options = ["--run-directory", str(tmp_path), "--layout", "dp1", "--rank", "0", "--host", HOST]
-    options += ["--generation", "0", "--read-fd", "0", "--write-fd", "1"]
+    orders = Orders(run_directory=tmp_path, layout="dp1", rank=0, generation=0)
     known = {name: v for name, v in os.environ.items() if name != "CUDA_MODULE_LOADING"}
     done = subprocess.run(
-        [sys.executable, "-c", OPENS, *options],
+        [sys.executable, "-c", OPENS, orders.model_dump_json(), "0", "1"],
         env=known | exported,
         capture_output=True,
         encoding="utf-8",
