@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import queue
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -11,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import BenchmarkResult, Spread, parser, reported
-from benchmarks.stream.process import WAYS, Report, run_process
+from benchmarks.stream.process import WAYS, Process, Report
 from benchmarks.stream.transfers import (
     LARGE,
     SMALL,
@@ -20,8 +18,8 @@ from benchmarks.stream.transfers import (
     pair_bytes,
     transfers,
 )
+from benchmarks.transitions.pool import Pool
 from liver_hpc.config.schema import HandoffSection
-from liver_hpc.errors import LiverError
 
 PATIENCE_S = 400.0
 REPEATS = 7
@@ -118,40 +116,10 @@ def durations_s(reports: Sequence[Report]) -> dict[str, list[float]]:
 
 
 def in_processes(transfer: Transfer, repeats: int) -> list[Report]:
-    """Runs one transfer; raises LiverError with the text of a process that failed."""
-    context = multiprocessing.get_context("spawn")
-    reports: Any = context.Queue()
-    with tempfile.TemporaryDirectory() as directory:
-        store = str(Path(directory) / "store")
-        processes = [
-            context.Process(target=run_process, args=(worker, transfer, repeats, store, reports))
-            for worker in range(transfer.workers)
-        ]
-        for process in processes:
-            process.start()
-        found: dict[int, Report] = {}
-        try:
-            while len(found) < transfer.workers:
-                answer = _next(reports, transfer, found)
-                found[answer.worker] = answer
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-    return [found[worker] for worker in range(transfer.workers)]
-
-
-def _next(reports: Any, transfer: Transfer, found: dict[int, Report]) -> Report:
-    try:
-        answer: Report | str = reports.get(timeout=PATIENCE_S)
-    except queue.Empty as error:
-        missing = sorted(set(range(transfer.workers)) - set(found))
-        raise LiverError(
-            f"{transfer.name}: waited {PATIENCE_S:g} s for workers {missing}"
-        ) from error
-    if isinstance(answer, str):
-        raise LiverError(f"{transfer.name}: {answer}")
-    return answer
+    """Runs one transfer, by worker. Raises LiverError, DeadlineError."""
+    with tempfile.TemporaryDirectory() as name, Pool(transfer.workers, Process, "spawn") as pool:
+        store = str(Path(name) / "store")
+        return pool.call(f"stream {transfer.name}", PATIENCE_S, "measure", transfer, repeats, store)
 
 
 if __name__ == "__main__":

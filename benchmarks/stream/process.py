@@ -7,7 +7,6 @@ import gc
 import os
 import threading
 import time
-import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -49,7 +48,6 @@ class Span:
 class Report:
     """All of one worker. extra_bytes: resident memory that its first stream took at its peak."""
 
-    worker: int
     spans: tuple[Span, ...]
     bytes_sent: int
     bytes_copied: int
@@ -124,52 +122,47 @@ class PeakMemory(AbstractContextManager["PeakMemory"]):
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def run_process(
-    worker: int, transfer: Transfer, repeats: int, store_path: str, reports: Any
-) -> None:
-    """The process's main: puts a Report, or the text of what went wrong."""
-    try:
-        report: Report | str = _measure(worker, transfer, repeats, store_path)
-    except BaseException:  # noqa: BLE001 - the parent shows it
-        report = f"worker {worker}:\n{traceback.format_exc()}"
-    reports.put(report)
-    reports.close()
-    reports.join_thread()
-    os._exit(0)  # gloo's threads may still wait for peers that have gone
+class Process:
+    """What a worker process has for the benchmark to call."""
 
+    def __init__(self, worker: int) -> None:
+        self._worker = worker
 
-def _measure(worker: int, transfer: Transfer, repeats: int, store_path: str) -> Report:
-    # Between CPUs nothing of Megatron's is wanted, nor what stands for CUDA there.
-    device = open_device(worker) if torch.cuda.is_available() else Device(torch.device("cpu"))
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        device.backend_name,
-        init_method=f"file://{store_path}",
-        rank=worker,
-        world_size=transfer.workers,
-        timeout=timedelta(seconds=LIMIT_S),
-    )
-    _touch_all_links(worker, transfer.workers, device)
-    measured = _Worker(worker, transfer, device)
-    dist.barrier()
-    warm_up(transfer.spec().tensors, device.torch_device)  # the first product loads code of torch's
-    with PeakMemory(device.torch_device) as memory:
-        measured.open()
-        measured.stream(digest=True)
-    measured.check()
-    raw = _Raw(worker, transfer, device)
-    spans = []
-    for way in order_of(WAYS, repeats):
+    def measure(self, transfer: Transfer, repeats: int, store_path: str) -> Report:
+        """Collective over the workers of a transfer, who meet in the file `store_path`."""
+        worker = self._worker
+        # Between CPUs nothing of Megatron's is wanted, nor what stands for CUDA there.
+        device = open_device(worker) if torch.cuda.is_available() else Device(torch.device("cpu"))
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            device.backend_name,
+            init_method=f"file://{store_path}",
+            rank=worker,
+            world_size=transfer.workers,
+            timeout=timedelta(seconds=LIMIT_S),
+        )
+        _touch_all_links(worker, transfer.workers, device)
+        measured = _Worker(worker, transfer, device)
         dist.barrier()
-        began_s = time.monotonic()
-        if way in ("transfer", "digested"):
-            measured.stream(digest=way == "digested")
-        else:
-            raw.exchange(transfer.handoff.bucket_bytes if way == "raw buckets" else None)
-        spans.append(Span(way, began_s, time.monotonic()))
-    dist.barrier()
-    sizes = (measured.bytes_sent, measured.bytes_copied, memory.extra_bytes)
-    return Report(worker, tuple(spans), *sizes)
+        # The first product loads code of torch's.
+        warm_up(transfer.spec().tensors, device.torch_device)
+        with PeakMemory(device.torch_device) as memory:
+            measured.open()
+            measured.stream(digest=True)
+        measured.check()
+        raw = _Raw(worker, transfer, device)
+        spans = []
+        for way in order_of(WAYS, repeats):
+            dist.barrier()
+            began_s = time.monotonic()
+            if way in ("transfer", "digested"):
+                measured.stream(digest=way == "digested")
+            else:
+                raw.exchange(transfer.handoff.bucket_bytes if way == "raw buckets" else None)
+            spans.append(Span(way, began_s, time.monotonic()))
+        dist.barrier()
+        sizes = (measured.bytes_sent, measured.bytes_copied, memory.extra_bytes)
+        return Report(tuple(spans), *sizes)
 
 
 def _touch_all_links(worker: int, workers: int, device: Device) -> None:

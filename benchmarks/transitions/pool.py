@@ -34,14 +34,16 @@ class _Answer(NamedTuple):
 class Pool:
     """So many workers, with ids from 0 on. A context manager; on leaving it no process of it lives.
 
-    opened: makes the object of a worker id, in the worker's process. seconds: how long calls took,
-    by method.
+    opened: makes the object of a worker id, in the worker's process. start: how processes begin;
+    by default they are forked from one that has imported torch and megatron. seconds: how long
+    calls took, by method.
     """
 
-    def __init__(self, workers: int, opened: Callable[[int], Any]) -> None:
+    def __init__(
+        self, workers: int, opened: Callable[[int], Any], start: str = "forkserver"
+    ) -> None:
         self.seconds: dict[str, float] = {}
-        # Forked from a process that has imported torch and megatron.
-        context = multiprocessing.get_context("forkserver")
+        context: Any = multiprocessing.get_context(start)
         context.set_forkserver_preload(["benchmarks.transitions.imported"])
         self._connections: list[Any] = []
         self._processes = []

@@ -29,8 +29,8 @@ def test_a_replacement_moves_the_whole_state() -> None:
 
 
 def test_a_repeat_lasts_from_the_first_start_to_the_last_end() -> None:
-    one = Report(0, (Span("transfer", 1.0, 2.0), Span("raw whole", 5.0, 5.5)), 0, 0, 0)
-    two = Report(1, (Span("transfer", 1.5, 4.0), Span("raw whole", 5.25, 5.5)), 0, 0, 0)
+    one = Report((Span("transfer", 1.0, 2.0), Span("raw whole", 5.0, 5.5)), 0, 0, 0)
+    two = Report((Span("transfer", 1.5, 4.0), Span("raw whole", 5.25, 5.5)), 0, 0, 0)
     assert durations_s([one, two]) == {
         "transfer": [3.0],
         "digested": [],
