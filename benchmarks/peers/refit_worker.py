@@ -1,24 +1,18 @@
-"""One of the refit's processes: `python -m benchmarks.peers.refit_worker RANK PORT REPEATS DIR`.
-
-Two worlds beside each other, dp2 and tp2, and both ways to carry parameters from one to the other.
-"""
+"""One of the refit's processes: two worlds beside each other, dp2 and tp2, and both ways to carry
+parameters from one to the other."""
 
 from __future__ import annotations
 
 import importlib
-import json
 import statistics
-import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.harness import order_of
-from benchmarks.peers.refit_job import FOUND, WORKERS
 from benchmarks.peers.training import LIMIT, open_worker
 from benchmarks.steady_state.plain import filled_module
 from benchmarks.stream.process import BoxState
@@ -36,22 +30,22 @@ from liver_hpc.transport.wire import group_wire
 # Any: torch's stubs do not export what is public.
 dist: Any = importlib.import_module("torch.distributed")
 
-DP, TP = Layout(1, 1, WORKERS), Layout(WORKERS, 1, 1)
 
+class Refit:
+    """One of the two processes."""
 
-def main() -> None:
-    rank, port, repeats = map(int, sys.argv[1:4])
-    directory = Path(sys.argv[4])
-    open_worker()
-    store = dist.TCPStore("127.0.0.1", port, WORKERS, is_master=rank == 0, timeout=LIMIT)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORKERS, timeout=LIMIT)
-    recipe = load_run_recipe(load_run(directory / "run.yaml"), directory)
-    found = [_measure(recipe, *layouts, repeats) for layouts in ((DP, TP), (TP, DP))]
-    if rank == 0:
-        part = directory / f"{FOUND}.part"
-        part.write_text(json.dumps(found), encoding="utf-8")
-        part.rename(directory / FOUND)
-    threading.Event().wait()  # until whoever started it kills it: an end would be a failure
+    def __init__(self, directory: Path, rank: int, workers: int) -> None:
+        open_worker()
+        torch.set_num_threads(1)
+        store = dist.FileStore(str(directory / "store"), workers)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=workers, timeout=LIMIT)
+        self._recipe = load_run_recipe(load_run(directory / "run.yaml"), directory)
+
+    def measure(
+        self, changes: Sequence[tuple[Layout, Layout]], repeats: int
+    ) -> list[dict[str, Any]]:
+        """Of each change of layout, both ways. Collective."""
+        return [_measure(self._recipe, *layouts, repeats) for layouts in changes]
 
 
 def _measure(recipe: Recipe, source: Layout, target: Layout, repeats: int) -> dict[str, Any]:
@@ -116,7 +110,7 @@ class _Ours:
 
     def __init__(self, recipe: Recipe, source: Layout, target: Layout) -> None:
         spec, handoff = recipe.spec, HandoffSection()
-        members = tuple(range(WORKERS))
+        members = tuple(range(source.workers))
         old, new = RankMap(source, members), RankMap(target, members)
         rank = dist.get_rank()
         self._source = BoxState(spec, old, rank, 2.5, torch.device("cpu"))
@@ -145,7 +139,3 @@ def _parameters_of(plan: TransferPlan) -> TransferPlan:
         return tuple(move for move in moves if move.kind == PARAMETER)
 
     return TransferPlan(plan.worker, of(plan.sends), of(plan.receives), of(plan.local))
-
-
-if __name__ == "__main__":
-    main()
