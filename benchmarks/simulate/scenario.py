@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import time
 from dataclasses import dataclass
 
 from benchmarks.goodput.trace import DAY_S
+from benchmarks.models import layout_table
 from benchmarks.planner.cases import nodes_of
 from benchmarks.simulate.play import Change, ControlLink, Outcome, play
 from benchmarks.simulate.timings import Timings, Work
@@ -41,7 +42,6 @@ class Simulated:
 
     source: Layout
     target: Layout
-    joiners: int
     step_s: float
     place_s: float
     moved_bytes: int
@@ -67,8 +67,7 @@ def simulate(model: ModelSpec, machine: Machine, source: Layout, workers: int) -
     policy = LayoutPolicy(_table(source, workers, machine), model)
     step_s = _step_s(model, machine, source.workers)
     policy.observe(source, step_s)
-    choices = [layout for layout in policy.choices(workers) if layout != source]
-    target = choices[0]
+    target = next(layout for layout in policy.choices(workers) if layout != source)
     nodes = nodes_of(range(max(workers, source.workers)))
     people = first_rank_map(source, range(source.workers), nodes)
     began_s = time.process_time()
@@ -84,15 +83,8 @@ def simulate(model: ModelSpec, machine: Machine, source: Layout, workers: int) -
     outcome = play(change, _deadlines(machine.deadlines, step_s), machine.control)
     if not outcome.completed:
         raise LiverError(f"{source} > {target}: {outcome.detail}")
-    return Simulated(
-        source,
-        target,
-        work.joiners,
-        work.target_step_s,
-        place_s,
-        work.traffic.moved_bytes,
-        outcome,
-    )
+    moved_bytes = work.traffic.moved_bytes
+    return Simulated(source, target, work.target_step_s, place_s, moved_bytes, outcome)
 
 
 def _step_s(model: ModelSpec, machine: Machine, workers: int) -> float:
@@ -114,13 +106,12 @@ def _deadlines(least: DeadlineSection, step_s: float) -> DeadlineSection:
 
 def _table(source: Layout, workers: int, machine: Machine) -> RunConfig:
     """A run file that allows the source's layout and those that the policy chooses from."""
-    layouts: dict[int, list[dict[str, int]]] = {}
-    for tp in sorted({source.tp, max(1, source.tp // 2)}):
-        for count in {source.workers, workers}:
-            dp = math.floor(count / (tp * source.pp))
-            if dp:
-                entry = {"tp": tp, "pp": source.pp, "dp": dp}
-                layouts.setdefault(tp * source.pp * dp, []).append(entry)
+    tps, counts = sorted({source.tp, max(1, source.tp // 2)}), (source.workers, workers)
+    layouts = layout_table(
+        Layout(tp, source.pp, dp)
+        for tp, count in itertools.product(tps, counts)
+        if (dp := count // (tp * source.pp))
+    )
     most = max(*layouts, workers, source.workers)
     return RunConfig.model_validate(
         {
