@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,13 @@ def outliving(word: str) -> int:
     with contextlib.suppress(DeadlineError):
         poll_until(lambda: not living(word), deadline, 0.1)
     return len(living(word))
+
+
+def send_signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    """To those that still live."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def own_bytes(pid: int) -> int:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import shutil
 import signal
 import time
@@ -18,7 +16,7 @@ import psutil
 from benchmarks.harness import loss_difference, losses
 from benchmarks.live_runs import LiveRun
 from benchmarks.models import layout_table
-from benchmarks.processes import outliving
+from benchmarks.processes import outliving, send_signal
 from benchmarks.reconfigure.sweep import load_sweep, overlaid
 from benchmarks.recovery import torchft
 from benchmarks.recovery.bills import bill, median_step_s
@@ -256,9 +254,7 @@ def _strike(victims: list[psutil.Process], fault: str) -> float:
     """By signals that none of them can see; returns when, in epoch seconds."""
     signum = signal.SIGKILL if fault == KILLED else signal.SIGSTOP
     struck_s = time.time()
-    for victim in victims:
-        with contextlib.suppress(ProcessLookupError):  # it has followed its agent
-            os.kill(victim.pid, signum)
+    send_signal(victims, signum)  # some may have followed their agent
     return struck_s
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import signal
 import subprocess
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from benchmarks.processes import own_bytes
+from benchmarks.processes import own_bytes, send_signal
 from benchmarks.soak.coordinator import NodeBook
 from benchmarks.soak.journal import Tail
 from liver_hpc.cli.client import answers, stop
@@ -83,7 +82,7 @@ class Storm:
 
     def __exit__(self, *error: object) -> None:
         for _, processes in self._asleep:
-            _signal(processes, signal.SIGCONT)
+            send_signal(processes, signal.SIGCONT)
         with contextlib.suppress(LiverError):
             stop(self.run)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -146,7 +145,7 @@ class Storm:
             return None
         worker = self._chance.choice(workers)
         process = psutil.Process(self._tail.pids[worker])
-        _signal([process], signum)
+        send_signal([process], signum)
         return f"worker {worker}{self._wakes([process], signum)}"
 
     def kill_agent(self) -> str | None:
@@ -168,7 +167,7 @@ class Storm:
         node = self._chance.choice(struck)
         agents = found[node]
         victims = agents if not with_workers else _with_children(agents)
-        _signal(victims, signum)
+        send_signal(victims, signum)
         if with_workers:
             self._leave(node)
         return f"{node}{self._wakes(victims, signum)}"
@@ -234,12 +233,12 @@ class Storm:
         now_s = time.time()
         for wakes_s, processes in [*self._asleep]:
             if wakes_s <= now_s:
-                _signal(processes, signal.SIGCONT)
+                send_signal(processes, signal.SIGCONT)
                 self._asleep.remove((wakes_s, processes))
         left = [node for node in self._book.given_back() if node in self._warned]
         over = [node for node, deadline_s in self._warned.items() if deadline_s <= now_s]
         for node in {*left, *over}:
-            _signal(_with_children(self._agents(node)), signal.SIGKILL)
+            send_signal(_with_children(self._agents(node)), signal.SIGKILL)
             self._leave(node)
         self._tail.read()
         if (outcome := self.run.outcome()) is not None:
@@ -321,9 +320,3 @@ def _with_children(processes: list[psutil.Process]) -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
             found += process.children(recursive=True)
     return found
-
-
-def _signal(processes: list[psutil.Process], signum: signal.Signals) -> None:
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signum)

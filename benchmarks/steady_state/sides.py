@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 import psutil
 
 from benchmarks.live_runs import LiveRun
-from benchmarks.processes import living
+from benchmarks.processes import living, send_signal
 from benchmarks.steady_state.plain import run_rank
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.config.schema import RunConfig
@@ -56,16 +56,11 @@ class Side(ABC):
 
     def pause(self) -> None:
         """Stops every process where it is."""
-        self._signal(signal.SIGSTOP)
+        send_signal(self.processes(), signal.SIGSTOP)
 
     def resume(self) -> None:
         """Lets every process go on."""
-        self._signal(signal.SIGCONT)
-
-    def _signal(self, number: signal.Signals) -> None:
-        for process in self.processes():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
+        send_signal(self.processes(), signal.SIGCONT)
 
     def cpu_s(self) -> float:
         """CPU seconds that the living processes have used so far."""
