@@ -180,7 +180,7 @@ def prepared(effort: Effort, directory: Path) -> RunConfig:
             "train": {"steps": 1_000_000, "global_batch": 4, "micro_batch": 1},
             "schedule": {"style": "constant", "warmup_steps": 0},
             "workers": {"initial": 1, "max": 2},
-            "layouts": {1: [{"dp": 1}], 2: [{"dp": 2}]},
+            "layouts": {1: [{"dp": 1}], 2: [{"dp": 2}, {"tp": 2}]},  # the second for the refit
             "cluster": {"kind": "local"},
         }
     )
