@@ -35,8 +35,6 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 """So long after a failed write comes the next."""
-RESERVE_BYTES = 16 * 2**20
-"""Of the disk, which the journal leaves free."""
 WAITING_BYTES = 16 * 2**20
 """Entries that wait in memory for a disk that takes none; beyond it no step is taken."""
 
@@ -75,7 +73,7 @@ class Journal:
         self,
         path: Path,
         tell: Callable[[JournalNews], None],
-        reserve_bytes: int = RESERVE_BYTES,
+        reserve_bytes: int,
         free: Callable[[Path], int] = free_bytes,
         waiting_bytes: int = WAITING_BYTES,
         epoch: Epoch | None = None,
