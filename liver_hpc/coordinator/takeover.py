@@ -20,7 +20,7 @@ from liver_hpc.rendezvous.conversation import Conversation
 from liver_hpc.run import actions as a
 from liver_hpc.run import events as e
 from liver_hpc.run.codec import decode_event, encode
-from liver_hpc.run.entries import STEPS_DROPPED, Entry
+from liver_hpc.run.entries import Entry
 from liver_hpc.run.lifecycle import STARTING
 from liver_hpc.run.machine import Run
 
@@ -124,8 +124,7 @@ def what_is_left(start: Iterable[Entry], new_core: Callable[[], Run]) -> Left | 
     """
     left = Left(new_core())
     for entry in start:
-        if entry.event["type"] != STEPS_DROPPED:  # nothing but training steps
-            left._tell(entry)
+        left._tell(entry)
     return None if left.core.state is STARTING else left
 
 

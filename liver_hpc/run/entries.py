@@ -5,8 +5,7 @@
 n counts the entries from 0 over all restarts of the run; t is in epoch seconds; "actions" is left
 out where there are none; "said" is the number of a worker's message among all of that worker's;
 crc is the CRC-32, in hex, of the line's bytes before `,"crc":`. A float that is not finite is the
-string "NaN", "Infinity" or "-Infinity". Where the disk was full for so long that memory could not
-keep all training steps, `{"type":"steps_dropped","count":8}` stands for the entries n to n + 7.
+string "NaN", "Infinity" or "-Infinity".
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ log = logging.getLogger(__name__)
 JOURNAL_FILE = "journal.jsonl"
 COORDINATOR_STARTED = "coordinator_started"
 STEP_DONE = "step_done"
-STEPS_DROPPED = "steps_dropped"
 
 _READ_BYTES = 2**20
 _TAIL_BYTES = 2**18
@@ -52,12 +50,6 @@ class Entry(NamedTuple):
     event: dict[str, Any]
     actions: list[dict[str, Any]]
     said: int = 0
-
-    @property
-    def last(self) -> int:
-        """The last number that it stands for: not its own where steps were dropped."""
-        count = self.event["count"] if self.event.get("type") == STEPS_DROPPED else 1
-        return self.number + int(count) - 1
 
 
 def encode(
@@ -119,7 +111,7 @@ class JournalReader:
                     f"{self._path}: wanted entry {self._following} next, "
                     f"got {entry.number}; lines are missing or there twice"
                 )
-            self._following = entry.last + 1
+            self._following = entry.number + 1
         self._lines, self._last = self._lines + len(lines), lines[-1] if lines else self._last
         self.read_bytes += sum(map(len, lines))
         return entries

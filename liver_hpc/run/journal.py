@@ -11,7 +11,7 @@ import shutil
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import IO
@@ -19,15 +19,7 @@ from typing import IO
 from liver_hpc.errors import LiverError
 from liver_hpc.host.files import flush_to_disk
 from liver_hpc.host.process import start_thread
-from liver_hpc.run.entries import (
-    STEP_DONE,
-    STEPS_DROPPED,
-    Event,
-    decode,
-    encode,
-    find_last,
-    torn_text,
-)
+from liver_hpc.run.entries import Event, decode, encode, find_last, torn_text
 from liver_hpc.run.epoch import Epoch, Superseded
 from liver_hpc.run.events import JournalFailed
 
@@ -35,8 +27,6 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 """So long after a failed write comes the next."""
-WAITING_BYTES = 16 * 2**20
-"""Entries that wait in memory for a disk that takes none; beyond it no step is taken."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +40,6 @@ JournalNews = Written | JournalFailed | Superseded
 """What a coordinator hears of its journal."""
 
 
-def free_bytes(directory: Path) -> int:
-    """Bytes that an ordinary user may still write in a directory's file system."""
-    status = os.statvfs(directory)
-    return status.f_bavail * status.f_frsize
-
-
 class Journal:
     """Takes entries in any thread, and says when they are safe. A thread writes all that waits with
     one write and one fsync, and tells the highest number that is on the disk.
@@ -65,8 +49,7 @@ class Journal:
     writer's thread. Where a later coordinator than `epoch` has taken the run over, that is told as
     Superseded, and nothing else any more.
 
-    error: why entries cannot be written now; empty while they can. dropped: steps that memory could
-    not keep while the disk took nothing.
+    error: why entries cannot be written now; empty while they can.
     """
 
     def __init__(
@@ -74,8 +57,7 @@ class Journal:
         path: Path,
         tell: Callable[[JournalNews], None],
         reserve_bytes: int,
-        free: Callable[[Path], int] = free_bytes,
-        waiting_bytes: int = WAITING_BYTES,
+        free: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
         epoch: Epoch | None = None,
     ) -> None:
         """Goes on with the file at `path`, or makes it (mode 0600).
@@ -88,15 +70,12 @@ class Journal:
         self._reserve_bytes = reserve_bytes
         self._epoch = epoch
         self._free = free
-        self._waiting_bytes = waiting_bytes
         self._end_bytes, self._next = _open(path)
         self._may_be_torn = False
-        self._waiting: list[_Waiting] = []
-        self._held_bytes = 0
+        self._waiting: list[tuple[int, bytes]] = []  # entries' numbers and lines
         self._changed = threading.Condition()
         self._closing = False
         self.error = ""
-        self.dropped = 0
         self._thread = start_thread(self._write_what_comes, "journal")
 
     def append(
@@ -107,14 +86,8 @@ class Journal:
             if self._closing:
                 raise LiverError(f"{self._path} is closed: {event.get('type')} came too late")
             number = self._next
-            line = encode(number, at_s, event, actions, said)
-            too_many = self._held_bytes + len(line) > self._waiting_bytes
-            if too_many and event.get("type") == STEP_DONE:
-                self.dropped += 1
-                line = b""
-            self._keep(_Waiting(number, number, at_s, line))
+            self._waiting.append((number, encode(number, at_s, event, actions, said)))
             self._next += 1
-            self._held_bytes += len(line)
             self._changed.notify_all()
         return number
 
@@ -139,7 +112,7 @@ class Journal:
                 batch, self._waiting = self._waiting, []
             try:
                 if batch:
-                    self._write(b"".join(map(_line, batch)))
+                    self._write(b"".join(line for _, line in batch))
                     if not self._is_ours():
                         return
             except Superseded as superseded:
@@ -147,9 +120,7 @@ class Journal:
                 return
             except (OSError, LiverError) as error:
                 with self._changed:
-                    later, self._waiting = self._waiting, batch
-                    for each in later:
-                        self._keep(each)
+                    self._waiting = batch + self._waiting
                 self._failed(error)
                 if not closing:
                     with self._changed:
@@ -157,7 +128,10 @@ class Journal:
                     continue
             else:
                 if batch:
-                    self._succeeded(batch)
+                    if self.error:
+                        log.warning("%s can be written again", self._path)
+                    self.error = ""
+                    self._tell(Written(batch[-1][0]))
             if closing:
                 return
 
@@ -205,41 +179,11 @@ class Journal:
 
     def _failed(self, error: Exception) -> None:
         reason = str(error.strerror if isinstance(error, OSError) else error)
-        is_first, waiting = not self.error, sum(bool(each.line) for each in self._waiting)
-        self.error = f"{self._path}: {reason}; {waiting} entries wait in memory"
-        if self.dropped:
-            self.error += f", {self.dropped} training steps were dropped"
+        is_first = not self.error
+        self.error = f"{self._path}: {reason}; {len(self._waiting)} entries wait in memory"
         if is_first:
             log.warning("%s", self.error)
             self._tell(JournalFailed(reason))
-
-    def _succeeded(self, batch: Sequence[_Waiting]) -> None:
-        with self._changed:
-            self._held_bytes -= sum(len(each.line) for each in batch)
-        if self.error:
-            log.warning("%s can be written again; %d steps were dropped", self._path, self.dropped)
-        self.error = ""
-        self._tell(Written(batch[-1].last))
-
-    # ---- with the lock held
-
-    def _keep(self, each: _Waiting) -> None:
-        """Behind all that waits; steps that are dropped one after the other become one entry."""
-        if each.line or not self._waiting or self._waiting[-1].line:
-            self._waiting.append(each)
-        else:
-            self._waiting[-1] = replace(self._waiting[-1], last=each.last)
-
-
-@dataclass(frozen=True)
-class _Waiting:
-    """What waits for the disk: an entry's line, or nothing for the steps `number` to `last`, which
-    were dropped."""
-
-    number: int
-    last: int
-    at_s: float
-    line: bytes
 
 
 def continue_in_copy(path: Path, epoch: Epoch) -> None:
@@ -271,11 +215,6 @@ def _opened(path: Path, flags: int = 0) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
 
 
-def _line(waiting: _Waiting) -> bytes:
-    dropped = {"type": STEPS_DROPPED, "count": waiting.last - waiting.number + 1}
-    return waiting.line or encode(waiting.number, waiting.at_s, dropped)
-
-
 def _open(path: Path) -> tuple[int, int]:
     """Makes the file or cuts off its torn last line; its size in bytes, and the next number."""
     try:
@@ -292,7 +231,7 @@ def _open(path: Path) -> tuple[int, int]:
     if not last:
         return end_bytes, 0
     (entry,) = decode([last], f"{path}, last line:")
-    return end_bytes, entry.last + 1
+    return end_bytes, entry.number + 1
 
 
 def _last_line(file: IO[bytes], size_bytes: int) -> tuple[int, bytes]:

@@ -99,7 +99,7 @@ class Following:
         for entry in self._new_entries():
             for what in self._taken(entry):
                 for name in self._wanted:
-                    if entry.last > self._come(stands[name]):
+                    if entry.number > self._come(stands[name]):
                         if name in closed:
                             open_at(name)
                         self._tell(name, what)
@@ -199,7 +199,7 @@ class Following:
             found = [*self._course.take(entry)]
         if entry.number == 0:
             self._journal_s = entry.at_s
-        self._last = entry.last
+        self._last = entry.number
         return found
 
 

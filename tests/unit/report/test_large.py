@@ -22,7 +22,7 @@ MOST_TIMES = 5.0
 def write_steps(path: Path) -> None:
     """With figures of as many digits as there are."""
     numbers = random.Random(1)
-    journal = Journal(path, lambda told: None, 0, waiting_bytes=2**30)
+    journal = Journal(path, lambda told: None, 0)
     end_s = 1.8e9
     for step in range(STEPS):
         start_s, end_s = end_s, end_s + 1.0 + numbers.random()

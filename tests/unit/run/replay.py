@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from liver_hpc.run.codec import decode_event, encode
-from liver_hpc.run.entries import STEPS_DROPPED, Entry, decode
+from liver_hpc.run.entries import Entry, decode
 from liver_hpc.run.entries import encode as encode_entry
 from liver_hpc.run.events import CoordinatorStarted
 from liver_hpc.run.machine import Run
@@ -37,8 +37,6 @@ def differences(
     """
     run: Run | None = None
     for entry in entries:
-        if entry.event["type"] == STEPS_DROPPED:  # nothing but training steps
-            continue
         event = decode_event(entry.event)
         if isinstance(event, CoordinatorStarted):
             run = new_run(event)

@@ -163,13 +163,6 @@ def test_lines_that_are_missing_or_there_twice_are_told(path: Path) -> None:
         list(read_entries(path))
 
 
-def test_steps_that_were_dropped_keep_their_numbers(path: Path) -> None:
-    event = {"type": "any"}
-    dropped = {"type": "steps_dropped", "count": 8}
-    write(path, encode(0, 1.0, event), encode(1, 1.0, dropped), encode(9, 2.0, event))
-    assert [(entry.number, entry.last) for entry in read_entries(path)] == [(0, 0), (1, 8), (9, 9)]
-
-
 def test_a_file_of_zeros_or_of_another_kind_is_told(path: Path) -> None:
     for content in (b"\0" * 100 + b"\n", b"text\n", b"\n", b"{}\n", b"\xff" * 30 + b"\n"):
         with pytest.raises(ConfigError, match="line 1 is damaged"):

@@ -41,14 +41,12 @@ def until(condition: Any, what: str) -> None:
 
 
 class Disk:
-    """Says how much is free; and what it is given."""
+    """Says how much is free."""
 
     def __init__(self, free_bytes: int = RESERVE_BYTES) -> None:
         self.free_bytes = free_bytes
-        self.asked = 0
 
     def __call__(self, directory: Path) -> int:
-        self.asked += 1
         return self.free_bytes
 
 
@@ -63,9 +61,9 @@ def path(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def opened(path: Path, disk: Disk | None = None, **options: Any) -> Iterator[Journal]:
+def opened(path: Path, disk: Disk | None = None) -> Iterator[Journal]:
     """A journal that is closed afterwards; what it tells is forgotten."""
-    journal = Journal(path, lambda told: None, RESERVE_BYTES, disk or Disk(), **options)
+    journal = Journal(path, lambda told: None, RESERVE_BYTES, disk or Disk())
     try:
         yield journal
     finally:
@@ -280,39 +278,6 @@ def test_many_threads_may_append(path: Path) -> None:
 # ---- a disk that takes no more
 
 
-def test_memory_is_bounded_by_dropping_steps_and_keeps_all_else(path: Path) -> None:
-    disk = Disk(0)
-    with opened(path, disk, waiting_bytes=4000) as journal:
-        for number in range(300):
-            journal.append(1.0, step_done(number))
-            if number % 30 == 0:
-                journal.append(1.0, {"type": "granted", "node": f"n{number}"})
-        until(lambda: "training steps were dropped" in journal.error, "the failure")
-        dropped = journal.dropped
-        disk.free_bytes = RESERVE_BYTES
-    entries = list(read_entries(path))
-    steps = [entry.event["step"] for entry in entries if entry.event["type"] == "step_done"]
-    assert 10 < len(steps) < 60
-    assert steps == [*range(len(steps))]
-    assert dropped == 300 - len(steps)
-    assert sum(entry.event["type"] == "granted" for entry in entries) == 10
-    assert entries[-1].last == 309
-    assert len(entries) < len(steps) + 10 + 12  # neighbours that were dropped are one line
-
-
-def test_a_later_coordinator_goes_on_after_steps_that_were_dropped(path: Path) -> None:
-    disk = Disk(0)
-    with opened(path, disk, waiting_bytes=10) as journal:
-        for number in range(20):
-            journal.append(1.0, step_done(number))
-            tried = disk.asked
-            until(lambda tried=tried: disk.asked > tried, "another try")
-        disk.free_bytes = RESERVE_BYTES
-    with opened(path) as journal:
-        assert journal.append(1.0, BEGUN) == 20
-    assert numbers(path) == [0, 20]
-
-
 def test_what_cannot_be_written_at_the_end_is_told_and_raises_nothing(path: Path) -> None:
     disk = Disk()
     with opened(path, disk) as journal:
@@ -388,29 +353,6 @@ def test_a_sync_that_fails_writes_all_of_it_again_in_order(
     entries = list(read_entries(path))
     assert entries[-1] == Entry(100, 2.0, BEGUN, [])
     assert len(entries) == 101
-
-
-def test_steps_that_come_while_a_write_is_under_way_count_against_the_memory(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sync, disk = os.fsync, Disk()
-    with opened(path, disk, waiting_bytes=1000) as journal:
-
-        def slow_sync(descriptor: int) -> None:
-            monkeypatch.setattr(os, "fsync", sync)
-            for number in range(1, 100):
-                journal.append(1.0, step_done(number))
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-        monkeypatch.setattr(os, "fsync", slow_sync)
-        journal.append(1.0, step_done(0))
-        until(lambda: journal.dropped and not journal.error, "all that could be kept")
-        kept = 100 - journal.dropped
-        assert 0 < kept * len(path.read_bytes().splitlines()[0]) <= 1000
-        journal.append(2.0, step_done(100))  # there is room again
-    entries = list(read_entries(path))
-    assert [entry.number for entry in entries] == [*range(kept + 1), 100]
-    assert entries[-1].event == step_done(100)
 
 
 @pytest.fixture

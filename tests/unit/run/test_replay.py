@@ -95,14 +95,6 @@ def test_an_event_that_nobody_knows_is_refused(played: Play) -> None:
         [*differences(journal, played.scene.new_run)]
 
 
-def test_steps_that_a_full_disk_has_cost_are_passed_over(played: Play) -> None:
-    journal = played.journal()
-    steps = [n for n, each in enumerate(journal) if each.event["type"] == "step_done"]
-    kept = [each for n, each in enumerate(journal) if n not in steps[1:]]
-    kept.insert(steps[1], entry(steps[1], {"type": "steps_dropped", "count": 2}))
-    assert not [*differences(kept, played.scene.new_run)]
-
-
 # ---- what the next start is to know
 
 
