@@ -12,7 +12,6 @@ import threading
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
 
 from liver_hpc.clock import Clock
 from liver_hpc.host.process import start_thread
@@ -24,26 +23,20 @@ from liver_hpc.protocol.messages import (
     StoreAsks,
     encode,
 )
-from liver_hpc.rendezvous.channel import Part
-
-
-class Posts(Protocol):
-    """Where replies go: a `Channel`."""
-
-    def post(self, parts: list[Part]) -> None: ...
+from liver_hpc.rendezvous.channel import Channel, Part
 
 
 @dataclass(eq=False)
 class _Wait:
     """What waits for its keys. channel: to those who ask. missing: keys that do not exist."""
 
-    channel: Posts
+    channel: Channel
     asked: StoreAsk
     missing: set[str]
     ended: bool = False
 
 
-_Answers = defaultdict[Posts, list[StoreAnswer]]
+_Answers = defaultdict[Channel, list[StoreAnswer]]
 
 
 class StoreService:
@@ -68,7 +61,7 @@ class StoreService:
         self._closing = threading.Event()
         self._poster = start_thread(self._post_all, "store")
 
-    def ask(self, channel: Posts, asked: StoreAsks) -> None:
+    def ask(self, channel: Channel, asked: StoreAsks) -> None:
         """What workers at the other end of a channel ask, in order; the answers are posted there.
         `get` and `wait` may take up to `timeout_s`."""
         with self._lock:
@@ -121,7 +114,7 @@ class StoreService:
 
     # ---- with the lock held
 
-    def _perform(self, channel: Posts, asked: StoreAsk) -> StoreAnswer | None:
+    def _perform(self, channel: Channel, asked: StoreAsk) -> StoreAnswer | None:
         """The answer; None for what waits."""
         operation, keys, askers = asked.operation, asked.keys, asked.askers
         if operation in ("set", "add") and len(keys) != 1:
@@ -139,7 +132,7 @@ class StoreService:
             case "delete":
                 return StoreAnswer(askers=askers, count=sum(map(self._delete, keys)))
 
-    def _find(self, channel: Posts, asked: StoreAsk) -> StoreAnswer | None:
+    def _find(self, channel: Channel, asked: StoreAsk) -> StoreAnswer | None:
         missing = {key for key in asked.keys if key not in self._values}
         if not missing:
             return self._found(asked)
@@ -195,7 +188,7 @@ class StoreService:
         else:
             self._answer(wait.channel, self._found(wait.asked))
 
-    def _answer(self, channel: Posts, answer: StoreAnswer) -> None:
+    def _answer(self, channel: Channel, answer: StoreAnswer) -> None:
         self._answers[channel].append(answer)
         self._some.notify()
 
