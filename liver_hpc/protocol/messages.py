@@ -757,21 +757,10 @@ AnyMessage = (
 
 _ADAPTER: TypeAdapter[AnyMessage] = TypeAdapter(Annotated[AnyMessage, Field(discriminator="type")])
 
-_last_encoded: tuple[AnyMessage, bytes] | None = None
-
 
 def encode(message: AnyMessage) -> bytes:
-    """The message as UTF-8 JSON.
-
-    One message to all workers is encoded once: the last object's bytes are remembered.
-    """
-    global _last_encoded
-    last = _last_encoded
-    if last is not None and last[0] is message:
-        return last[1]
-    data = message.model_dump_json().encode()
-    _last_encoded = (message, data)
-    return data
+    """The message as UTF-8 JSON."""
+    return message.model_dump_json().encode()
 
 
 def decode(data: bytes) -> AnyMessage:
