@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 from liver_hpc.cluster.pool import NodePool
 from liver_hpc.config.schema import RunConfig
@@ -17,7 +17,6 @@ from liver_hpc.coordinator.agents import NodeAgents
 from liver_hpc.coordinator.checkpoints import Checkpoints
 from liver_hpc.coordinator.connections import Peer, PeerRegistry, Said
 from liver_hpc.coordinator.progress import Progress
-from liver_hpc.coordinator.stragglers import Stragglers
 from liver_hpc.errors import ProtocolError
 from liver_hpc.host.version import version_fault
 from liver_hpc.protocol import messages as m
@@ -25,6 +24,7 @@ from liver_hpc.rendezvous.channel import ITSELF, Channel, ChannelClosed, Part
 from liver_hpc.run import events as e
 from liver_hpc.run.epoch import Superseded
 from liver_hpc.run.machine import Run
+from liver_hpc.run.pace import StragglerWatch
 
 log = logging.getLogger(__name__)
 
@@ -32,18 +32,12 @@ Words = tuple[Peer, int]
 """Who has said something, and the number that it has in their conversation."""
 
 
-class Feed(Protocol):
-    """An event into the core, and which workers' words it is; without one, the words of an agent,
-    of which anything may have come."""
-
-    def __call__(self, event: e.Event | None, *said: Words) -> None: ...
-
-
 @dataclass(frozen=True)
 class Hearing:
     """Used by the event loop alone.
 
-    epoch: of this coordinator.
+    epoch: of this coordinator. feed: takes an event into the core, and which workers' words it is;
+    without one, the words of an agent, of which anything may have come.
     """
 
     config: RunConfig
@@ -52,10 +46,10 @@ class Hearing:
     registry: PeerRegistry
     agents: NodeAgents
     progress: Progress
-    stragglers: Stragglers
+    stragglers: StragglerWatch
     checkpoints: Checkpoints
     pool: NodePool
-    feed: Feed
+    feed: Callable[[e.Event | None, *tuple[Words, ...]], None]
 
     def called(self, channel: Channel, calls: m.Calls) -> None:
         """An agent has connected, for the first time or again. Raises Superseded where it has
@@ -181,7 +175,8 @@ class Hearing:
             return
         if isinstance(message, m.Heartbeat):
             self.progress.beat(message)
-            self.stragglers.beat(message)
+            if message.forward is not None:
+                self.stragglers.heard(worker, message.forward)
             return
         self.progress.moved()
         match message:

@@ -38,7 +38,6 @@ from liver_hpc.coordinator.hearing import Hearing, Words
 from liver_hpc.coordinator.performer import Performer, Services
 from liver_hpc.coordinator.progress import Progress
 from liver_hpc.coordinator.store import StoreService
-from liver_hpc.coordinator.stragglers import Stragglers
 from liver_hpc.coordinator.takeover import Left
 from liver_hpc.errors import LiverError
 from liver_hpc.protocol import messages as m
@@ -60,13 +59,12 @@ from liver_hpc.run.outcome import (
     WorldNote,
     write_private_json,
 )
+from liver_hpc.run.pace import StragglerWatch
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 """How often deadlines, heartbeats and agents are looked at."""
-"""How often who has said something is told what need not be kept, and whether there is another
-coordinator is looked at."""
 LOST_S = 30.0
 """So long agents are waited for at the end of a run where nodes of it do not answer."""
 LED_TO_S = 3.0
@@ -119,7 +117,7 @@ class Coordinator:
             stay=config.workers.warm,
         )
         self._progress = Progress(config, services.clock)
-        self._stragglers = Stragglers(config, services.clock, self.core)
+        self._stragglers = StragglerWatch(config.policy.stragglers, self.core.agents.node_of)
         self._checkpoints = Checkpoints(
             config, services.recipe, epoch, services.clock, lambda: self._inbox.put(FilesDone())
         )
@@ -360,7 +358,8 @@ class Coordinator:
                     self._journal_failed = False
                     self._feed(e.JournalFailed(""))
             case FilesDone():
-                self._feed_all(self._checkpoints.found())
+                for found in self._checkpoints.found():
+                    self._feed(found)
             case Superseded():
                 raise event
             case e.JournalFailed():
@@ -380,7 +379,8 @@ class Coordinator:
         self._look_at_agents()
         self._hearing.look_at_the_away()
         self._feed(e.Tick())
-        for found in self._stragglers.look():
+        world, named = self.core.comparable_world, self.core.stragglers.named
+        for found in self._stragglers.look(world, named, self.core.recorder.steps_done, now_s):
             self._feed(found)
         if self._inbox.empty():  # else the heartbeat may be in there
             self._look_at_the_silent()
@@ -464,10 +464,6 @@ class Coordinator:
             self._perform_held()
         if self.core.world is not None and self.core.world.generation != self._noted_generation:
             self._note_world(self.core.world, at_s)
-
-    def _feed_all(self, events: Sequence[e.Event]) -> None:
-        for event in events:
-            self._feed(event)
 
     def _note_world(self, world: WorldRef, at_s: float) -> None:
         """For whoever lists runs; training goes on where it cannot be written."""

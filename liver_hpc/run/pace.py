@@ -1,5 +1,5 @@
 """Which node straggles: its workers' forward passes take longer than those of others that do the
-same. Pure.
+same.
 
 What is compared are workers of one pipeline stage in a world; they compute the same on other
 samples. A worker's ratio is the mean time of its passes over the median of its peers', those of its
@@ -10,6 +10,7 @@ can tell which of them is slow, and its workers are not compared.
 
 from __future__ import annotations
 
+import logging
 import math
 from bisect import bisect_right
 from collections import defaultdict
@@ -21,6 +22,8 @@ from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol.events import WorldRef
 from liver_hpc.protocol.messages import ForwardTimes
 from liver_hpc.run.events import NodeKeepsUp, NodeStraggles
+
+log = logging.getLogger(__name__)
 
 LEAST_STEPS = 5
 """A node is named after so many steps at least, however long they take."""
@@ -115,13 +118,11 @@ class StragglerWatch:
     `for_s` of them. While a handoff is under way time stands still; another world begins anew, and
     so does a coordinator that takes over: what was told to the one before is in no journal. Which
     nodes are named it finds in the journal.
-
-    compared: how many nodes could be compared in the last window; None before the first.
     """
 
     def __init__(self, section: StragglersSection | None, node_of: Callable[[int], str]) -> None:
-        self.compared: int | None = None
         self._section = section
+        self._is_asked_for = section != StragglersSection()
         self._node_of = node_of
         self._generation = -1
         self._since: dict[int, ForwardTimes] = {}  # at the start of the window
@@ -156,7 +157,9 @@ class StragglerWatch:
             return []
         pass_s = {worker: _mean_s(self._since[worker], told) for worker, told in self._told.items()}
         found = paces(world.rank_map, pass_s, self._node_of)
-        self.compared = len(found)
+        if not found and self._is_asked_for:
+            self._is_asked_for = False  # the log says so once
+            log.info("policy.stragglers: no nodes can be compared, none is named")
         took_s, self._begun_s = now_s - self._begun_s, now_s
         self._since, self._told = self._told, {}
         return self._judged(found, named, step, took_s)

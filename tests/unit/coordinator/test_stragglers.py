@@ -64,7 +64,7 @@ def test_with_drain_the_run_leaves_it(make: Start) -> None:
 def test_workers_that_cannot_be_compared_are_logged_once(
     make: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "liver_hpc.coordinator.stragglers")
+    caplog.set_level(logging.INFO, "liver_hpc.run.pace")
     run = make(policy=policy())  # on one machine
     beat(run, lambda: "no nodes can be compared" in caplog.text, slow=1)
     beat(run, lambda: len(run.metrics.steps) > 20, slow=1)

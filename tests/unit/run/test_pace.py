@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -288,12 +289,17 @@ def test_another_coordinator_begins_anew_and_knows_who_is_named() -> None:
     assert told.windows(50, {2: 1.8}) == []
 
 
-def test_without_the_section_nobody_is_named_and_without_peers_that_is_known() -> None:
+def test_without_the_section_nobody_is_named_and_without_peers_that_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "liver_hpc.run.pace")
     watch = StragglerWatch(None, on(1).__getitem__)
     watch.heard(0, ForwardTimes(generation=0, passes=1, seconds=1.0))
     assert watch.look(world_of("dp2"), (), 1, 1.0) == []
-    assert watch.compared is None
-    told = Told(world_of("dp4"), per_node=4)
-    told.windows(1, {2: 9.0})
-    assert told.watch.compared == 0
+    told = Told(world_of("dp4"), section=StragglersSection(), per_node=4)
+    told.windows(2, {2: 9.0})
+    assert (told.found, caplog.text) == ([], ""), "the default asks for nothing"
+    told = Told(world_of("dp4"), section=StragglersSection(for_s=1.0), per_node=4)
+    told.windows(2, {2: 9.0})
     assert told.found == []
+    assert caplog.text.count("no nodes can be compared") == 1
