@@ -148,8 +148,7 @@ class LiveAttempt:
         """What each worker has done and does, as it is recorded in the end; of a joiner that has
         not come yet, that it boots."""
         notes = self.notes
-        columns = notes.worker_phases(node_of).values()
-        known = [WorkerPhaseRecord(*row) for row in zip(*columns, strict=True)]
+        known = notes.worker_phases(node_of)
         if self.phase is not Phase.BOOT:
             return known
         began_s, generation = notes.began_s, notes.generation

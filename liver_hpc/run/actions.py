@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol.actions import Send as Send
@@ -139,17 +138,9 @@ class Record:
 
 @dataclass(frozen=True)
 class RecordAll:
-    """Rows of one table of the metrics, of many workers or of their pairs: what each field has in
-    each of them."""
+    """Rows of one table of the metrics, of many workers or of their pairs: at least one."""
 
-    kind: type[Row]
-    columns: Mapping[str, Sequence[Any]]
-
-    @classmethod
-    def of(cls, rows: Sequence[Row]) -> RecordAll:
-        """Of at least one row."""
-        kind = type(rows[0])
-        return cls(kind, {f.name: [getattr(row, f.name) for row in rows] for f in fields(kind)})
+    rows: Sequence[Row]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from liver_hpc.layout.coordinates import RankMap
@@ -15,6 +15,7 @@ from liver_hpc.protocol.events import Event, Requested, StateSaved, WorkerLost
 from liver_hpc.run.records import (
     CrossingRecord,
     ReconfigurationRecord,
+    TrafficRecord,
     WorkerPhaseRecord,
 )
 
@@ -140,16 +141,13 @@ class AttemptNotes:
     def target_workers(self) -> tuple[int, ...]:
         return self.target.workers if self.target is not None else ()
 
-    def traffic(self) -> dict[str, list[int]]:
-        """The columns of `TrafficRecord`: who sends how much to whom, by sender."""
-        sent = sorted(self.said(m.Prepared).items())
-        receivers = [receiver for _, message in sent for receiver in message.bytes_to]
-        return {
-            "generation": [self.generation] * len(receivers),
-            "sender": [worker for worker, message in sent for _ in message.bytes_to],
-            "receiver": receivers,
-            "bytes": [num for _, message in sent for num in message.bytes_to.values()],
-        }
+    def traffic(self) -> list[TrafficRecord]:
+        """Who sends how much to whom. By sender."""
+        return [
+            TrafficRecord(self.generation, worker, receiver, num_bytes)
+            for worker, message in sorted(self.said(m.Prepared).items())
+            for receiver, num_bytes in message.bytes_to.items()
+        ]
 
     def crossings(self) -> list[CrossingRecord]:
         """Where the time of each worker that voted went. By worker."""
@@ -185,9 +183,8 @@ class AttemptNotes:
             ended_s=first.ended_s if first is not None else math.nan,
         )
 
-    def worker_phases(self, node_of: Callable[[int], str]) -> dict[str, tuple[Any, ...]]:
-        """What each worker did when: who waited for whom. By worker and in order of time; the
-        columns of `WorkerPhaseRecord`.
+    def worker_phases(self, node_of: Callable[[int], str]) -> list[WorkerPhaseRecord]:
+        """What each worker did when: who waited for whom. By worker and in order of time.
 
         A phase that a worker began and never ended has a NaN for its end.
         """
@@ -195,15 +192,12 @@ class AttemptNotes:
         target = self.target_workers
         ended_s = self._ended_s()
         last_ended_s = max(ended_s.values(), default=math.nan)
-        rows = [
-            (self.generation, worker, node, *span)
+        return [
+            WorkerPhaseRecord(self.generation, worker, node, *span)
             for worker in sorted({*source, *target, *self.said(m.Hello)})
             for node in (node_of(worker),)
             for span in self._spans(worker, ended_s, last_ended_s)
         ]
-        names = [field.name for field in fields(WorkerPhaseRecord)]
-        columns = zip(*rows, strict=True) if rows else [()] * len(names)
-        return dict(zip(names, columns, strict=True))
 
     def _spans(
         self, worker: int, source_ended_s: Mapping[int, float], last_ended_s: float

@@ -40,7 +40,9 @@ def encode(item: Event | Action) -> dict[str, Any]:
     if isinstance(item, Record):
         return {"type": "record", "table": _TABLES[type(item.row)], "row": _plain(item.row)}
     if isinstance(item, RecordAll):
-        return {"type": RECORD_ALL, "table": _TABLES[item.kind], "columns": item.columns}
+        first, *_ = item.rows
+        columns = {f.name: [getattr(row, f.name) for row in item.rows] for f in fields(first)}
+        return {"type": RECORD_ALL, "table": _TABLES[type(first)], "columns": columns}
     if isinstance(item, SaidTogether):
         return {
             "type": "said_together",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from liver_hpc.clock import Clock
 from liver_hpc.layout.coordinates import RankMap
@@ -13,13 +13,7 @@ from liver_hpc.protocol.events import Event, Requested
 from liver_hpc.protocol.messages import Evaluated, Progress, StepDone, Transports
 from liver_hpc.run.actions import AttemptBegins, Record, RecordAll
 from liver_hpc.run.attempt_notes import AttemptNotes
-from liver_hpc.run.records import (
-    EvaluationRecord,
-    NetworkRecord,
-    ReconfigurationRecord,
-    TrafficRecord,
-    WorkerPhaseRecord,
-)
+from liver_hpc.run.records import EvaluationRecord, NetworkRecord, ReconfigurationRecord, Row
 
 
 class RunRecorder:
@@ -109,15 +103,11 @@ class RunRecorder:
         notes, now_s = self.attempt, self._clock.now_s()
         assert notes is not None
         record = notes.record(ended, now_s, self.steps_done, self._node_of)
-        phases = notes.worker_phases(self._node_of)
         self._add(Record(record))
-        traffic = notes.traffic()
-        if traffic["bytes"]:
-            self._add(RecordAll(TrafficRecord, traffic))
-        if phases["worker"]:
-            self._add(RecordAll(WorkerPhaseRecord, phases))
-        if crossings := notes.crossings():
-            self._add(RecordAll.of(crossings))
+        phases = notes.worker_phases(self._node_of)
+        tables: tuple[Sequence[Row], ...] = (notes.traffic(), phases, notes.crossings())
+        for rows in filter(None, tables):
+            self._add(RecordAll(rows))
         self._wake = ("release" if ended.outcome == "completed" else "prepare", now_s)
         self.completed += ended.outcome == "completed"
         self.aborted += ended.outcome == "aborted"

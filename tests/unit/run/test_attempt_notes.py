@@ -10,7 +10,7 @@ from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.protocol.events import Requested, StateSaved, WorkerLost, WorldRef
 from liver_hpc.run.attempt_notes import AttemptNotes
-from liver_hpc.run.records import WorkerPhaseRecord
+from liver_hpc.run.records import TrafficRecord
 
 TIMINGS_S = {
     "parameters/wire": 0.25,
@@ -76,8 +76,7 @@ def cross(notes: AttemptNotes) -> None:
 
 
 def spans(notes: AttemptNotes) -> dict[tuple[int, str], tuple[float, float]]:
-    columns = notes.worker_phases(lambda worker: f"n{worker}")
-    found = [WorkerPhaseRecord(*row) for row in zip(*columns.values(), strict=True)]
+    found = notes.worker_phases(lambda worker: f"n{worker}")
     assert {(each.worker, each.node) for each in found} <= {(0, "n0"), (1, "n1"), (2, "n2")}
     return {
         (each.worker, each.phase): (round(each.started_s, 6), round(each.ended_s, 6))
@@ -146,11 +145,7 @@ def test_traffic_is_what_the_workers_say_they_send() -> None:
     notes = noted()
     for worker in (2, 1, 0):
         prepare(notes, worker, 17.0)
-    sent = notes.traffic()
-    assert [*zip(sent["sender"], sent["receiver"], sent["bytes"], strict=True)] == [
-        (0, 2, 30),
-        (1, 2, 30),
-    ]
+    assert notes.traffic() == [TrafficRecord(1, 0, 2, 30), TrafficRecord(1, 1, 2, 30)]
 
 
 def test_bytes_by_receiver_survive_the_wire() -> None:

@@ -149,7 +149,7 @@ BEGINS = a.AttemptBegins(
 ACTIONS: list[a.Action] = [
     a.Launch((a.LaunchAgent("a0", Seat("n1", (0, 1)), Layout(2, 1, 2)),)),
     a.Admit("a0", (0, 1)),
-    a.RecordAll.of([TrafficRecord(1, 0, 1, 10), TrafficRecord(1, 1, 0, 20)]),
+    a.RecordAll([TrafficRecord(1, 0, 1, 10), TrafficRecord(1, 1, 0, 20)]),
     a.TurnAway("a0", "not expected"),
     a.EndAgent("a0", "of no more use"),
     a.KillAgent("a0"),
@@ -218,7 +218,7 @@ def test_what_a_handoff_is_for_comes_back_from_a_journal() -> None:
 
 def test_rows_of_many_are_written_by_column_and_come_back() -> None:
     rows = [WorkerPhaseRecord(1, worker, "n1", "boot", 1.0, math.nan) for worker in range(3)]
-    values = encode(a.RecordAll.of(rows))
+    values = encode(a.RecordAll(rows))
     assert (values["table"], values["columns"]["worker"]) == ("worker_phases", [0, 1, 2])
     back = [*rows_of(plain(values))]
     assert back == [plain(encode(a.Record(row)))["row"] for row in rows]

@@ -296,7 +296,7 @@ def test_without_the_section_nobody_is_named_and_without_peers_that_is_logged_on
     watch = StragglerWatch(None, on(1).__getitem__)
     watch.heard(0, ForwardTimes(generation=0, passes=1, seconds=1.0))
     assert watch.look(world_of("dp2"), (), 1, 1.0) == []
-    told = Told(world_of("dp4"), section=StragglersSection(), per_node=4)
+    told = Told(world_of("dp4"), per_node=4)
     told.windows(2, {2: 9.0})
     assert (told.found, caplog.text) == ([], ""), "the default asks for nothing"
     told = Told(world_of("dp4"), section=StragglersSection(for_s=1.0), per_node=4)
