@@ -633,12 +633,6 @@ class NetworkSection(Section):
     nccl: NcclVariables = {}
 
 
-class MetricsSection(Section):
-    """The journal; writing pauses while the disk has less than `reserve_bytes` left."""
-
-    reserve_bytes: NonNegativeInt = 16 * 2**20
-
-
 class TensorBoardSection(Section):
     """Event files."""
 
@@ -709,7 +703,6 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     snapshots: SnapshotSection = SnapshotSection()
     network: NetworkSection = NetworkSection()
-    metrics: MetricsSection = MetricsSection()
     tracking: TrackingSection = TrackingSection()
 
     @field_validator("layouts", mode="before")

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 """So long after a failed write comes the next."""
+RESERVE_BYTES = 16 * 2**20
+"""So much of the disk is left to what else must be written."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Journal:
         self,
         path: Path,
         tell: Callable[[JournalNews], None],
-        reserve_bytes: int,
+        reserve_bytes: int = RESERVE_BYTES,
         free: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
         epoch: Epoch | None = None,
     ) -> None:
