@@ -272,14 +272,10 @@ class Checkpoints:
 
     def _unlike_copies(self, loaded: Loaded, rank_map: RankMap) -> str:
         """Where workers hold copies of the same that differ, or are not where the checkpoint is."""
-        lead = self._restored[rank_map.workers[0]].scalars
-        if lead.step != loaded.step:
-            return f"it is of step {lead.step}, as {TRACKER_FILE} says of {loaded.step}"
-        for worker, message in sorted(self._restored.items()):
-            if other := _scalar_difference(lead, message.scalars):
-                return f"worker {worker} against worker {rank_map.workers[0]}: {other}"
-        digests = {worker: message.digests for worker, message in self._restored.items()}
-        return _first(disagreements(Side("loaded", rank_map, digests)))
+        step = self._restored[rank_map.workers[0]].scalars.step
+        if step != loaded.step:
+            return f"it is of step {step}, as {TRACKER_FILE} says of {loaded.step}"
+        return _unlike_each_other("loaded", self._restored, rank_map)
 
     def _difference(self, index: CheckpointIndex, rank_map: RankMap) -> str:
         for message in self._restored.values():
@@ -366,13 +362,7 @@ class Checkpoints:
         failed = [f"worker {worker}: {m.error}" for worker, m in sorted(parts.items()) if m.error]
         if failed:
             return _first(failed)
-        lead = parts[rank_map.workers[0]].scalars
-        for worker, message in sorted(parts.items()):
-            other = _scalar_difference(lead, message.scalars)
-            if other:
-                return f"worker {worker} against worker {rank_map.workers[0]}: {other}"
-        digests = {worker: message.digests for worker, message in parts.items()}
-        return _first(disagreements(Side("world", rank_map, digests)))
+        return _unlike_each_other("world", parts, rank_map)
 
     def _commit(self, parts: Mapping[int, Saved], world: WorldRef, is_finite: bool) -> None:
         """Index, then name, but where the coordinator before came so far; raises OSError, and
@@ -486,6 +476,16 @@ def _other_samples(saved: ScalarState, train: TrainSection) -> str:
             "(train.global_batch, train.rampup): a run keeps its batch"
         )
     return ""
+
+
+def _unlike_each_other(name: str, told: Mapping[int, Saved | Restored], rank_map: RankMap) -> str:
+    """Where workers are not at the same step, or hold copies of the same that differ."""
+    lead = rank_map.workers[0]
+    for worker, message in sorted(told.items()):
+        if other := _scalar_difference(told[lead].scalars, message.scalars):
+            return f"worker {worker} against worker {lead}: {other}"
+    digests = {worker: message.digests for worker, message in told.items()}
+    return _first(disagreements(Side(name, rank_map, digests)))
 
 
 def _scalar_difference(wanted: ScalarState, got: ScalarState) -> str:

@@ -59,6 +59,16 @@ _HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.
 Found = TypeVar("Found")
 
 
+@contextlib.contextmanager
+def _unheard() -> Iterator[None]:
+    """What handles a signal may wait for the next coordinator, which nobody else starts."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class HostedCoordinator:
     """A run's coordinator in a child of this process, which ends with it. Everything may be called
     from a signal handler.
@@ -185,27 +195,24 @@ class HostedCoordinator:
                     print("the coordinator stands still", file=sys.stderr, flush=True)
                     child.kill()
 
+    @_unheard()
     def take_over(self) -> None:
         """From the coordinator that had taken over, and that is gone."""
-        with _unheard():
-            if not self.is_superseded or self._ended:
-                return
-            if self._line is not None:  # ours does nothing more, but may not have ended
-                os.kill(self._pid, signal.SIGKILL)
-                os.waitpid(self._pid, 0)
-            self.is_superseded = False
-            self._fork()
+        if not self.is_superseded or self._ended:
+            return
+        if self._line is not None:  # ours does nothing more, but may not have ended
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+        self.is_superseded = False
+        self._fork()
 
+    @_unheard()
     def _child_ended(self) -> None:
-        with _unheard():
-            self._next_after_child()
-
-    def _next_after_child(self) -> None:
         self._line = None
         _, status = os.waitpid(self._pid, 0)
         if self.is_superseded:
             return
-        newest = self._asked(self._newest_epoch)
+        newest = self._asked(lambda: newest_epoch(self._run.path))
         if newest > self._epoch:
             self.is_superseded = True  # and does not know it yet
             return
@@ -215,10 +222,8 @@ class HostedCoordinator:
         code = os.waitstatus_to_exitcode(status)
         if self.outcome is None and (code < 0 or code == _NOT_TAKEN_OVER):
             self._killed_in_vain += 1
-            how = (
-                "could not take over, see its log" if code > 0 else f"was killed by signal {-code}"
-            )
-            how = f"the coordinator {how}"
+            killed = f"was killed by signal {-code}"
+            how = f"the coordinator {killed if code < 0 else 'could not take over, see its log'}"
             if self._killed_in_vain <= MOST_KILLED_IN_VAIN:
                 print(f"{how}: another one takes over", file=sys.stderr, flush=True)
                 self._fork()
@@ -234,7 +239,7 @@ class HostedCoordinator:
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
-        self._epoch = self._asked(self._newest_epoch) + 1
+        self._epoch = self._asked(lambda: newest_epoch(self._run.path)) + 1
         self._pid = os.fork()
         if self._pid == 0:
             _coordinate(self._run.path, theirs, ours, parent)
@@ -242,9 +247,6 @@ class HostedCoordinator:
         self._line, self._turns = ours, 0
         for words in self._said:
             self._tell(words)
-
-    def _newest_epoch(self) -> int:
-        return newest_epoch(self._run.path)
 
     def _asked(self, ask: Callable[[], Found]) -> Found:
         """What the run directory says, once it can be read. Raises OSError where it never can."""
@@ -256,16 +258,6 @@ class HostedCoordinator:
                 if limit.expired():
                     raise
             time.sleep(_LOOK_S)
-
-
-@contextlib.contextmanager
-def _unheard() -> Iterator[None]:
-    """What handles a signal may wait for the next coordinator, which nobody else starts."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _coordinate(

@@ -289,11 +289,6 @@ class Agents:
             for agent in self._agents.values()
         )
 
-    def node_of_agent(self, name: str) -> str | None:
-        """The node of an agent; None for one that has ended, or was ended from here."""
-        agent = self._agents.get(name)
-        return None if agent is None or agent.killed else agent.seat.node
-
     def agent_of(self, worker: int) -> str:
         """The agent of a connected worker that was not told to go; empty for any other."""
         agent = None if worker in self._leave_by else self._workers.get(worker)

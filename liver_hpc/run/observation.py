@@ -99,7 +99,8 @@ class Observer:
         told last."""
         if not (self._observes and self._asks_for_burst):
             return
-        best, bound = (self._estimates.policy.best(most) for most in self._bounds)
+        policy, queue = self._estimates.policy, self._queue
+        best, bound = policy.best(queue.ceiling), policy.best(queue.bound)
         has = max(0 if bound is None else bound.workers, self._nodes.steady_slots(with_burst=True))
         wanted = 0 if best is None else max(0, best.workers - has)
         if wanted and wanted != self._would_want:
@@ -108,10 +109,6 @@ class Observer:
             known = "burst nodes", source, str(best), "", math.nan, math.nan, "asks for none"
             row = ObservationRecord(now_s, step, *known)
             self._tell(row, f"asked for burst nodes, for {wanted} more workers")
-
-    @property
-    def _bounds(self) -> tuple[int, int]:
-        return self._queue.ceiling, self._queue.bound
 
     def _tell(self, row: ObservationRecord, what: str) -> None:
         self.count += 1

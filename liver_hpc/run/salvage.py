@@ -44,7 +44,8 @@ def newest(held: Mapping[int, Iterable[HeldSnapshot]]) -> Salvage | None:
         layout = Layout.parse(text)
         if len(by_rank) == layout.workers:
             shares = [told[*which, rank] for rank in range(layout.workers)]
-            return Salvage(generation, layout, shares[0].scalars, _givers(by_rank), _total(shares))
+            digests = _summed(each.digests for each in shares)
+            return Salvage(generation, layout, shares[0].scalars, _givers(by_rank), digests)
     return None
 
 
@@ -55,10 +56,6 @@ def _givers(by_rank: Mapping[int, list[int]]) -> tuple[int, ...]:
         chosen[rank] = min(workers, key=lambda worker: (gives[worker], worker))
         gives[chosen[rank]] += 1
     return tuple(worker for _, worker in sorted(chosen.items()))
-
-
-def _total(shares: Iterable[HeldSnapshot]) -> dict[str, int]:
-    return _summed(each.digests for each in shares)
 
 
 def _summed(digests: Iterable[Mapping[str, str]]) -> dict[str, int]:

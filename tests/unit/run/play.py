@@ -235,7 +235,8 @@ class Play:
         if word == "meets":
             self.feed(e.AgentMet(agent.name, len(agent.seat.slots)))
         elif word == "listens":
-            agent.listens = self.run.agents.node_of_agent(agent.name) is not None
+            known = self.run.agents._agents.get(agent.name)
+            agent.listens = known is not None and not known.killed
             if agent.listens:
                 self.feed(e.AgentListens(agent.name))
         else:
