@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from liver_hpc.clock import Clock, SystemClock
+from liver_hpc.clock import Clock
 from liver_hpc.coordinator.store import StoreService
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.protocol import messages as m
@@ -165,14 +165,11 @@ class Control:
             inbox.put(event)
         self._pass_notes_on()
 
-    def stop(self, why: str, checkpoint: bool = False) -> None:
-        """The run is to stop at its next step boundary; `checkpoint`: with one."""
-        self._say(StopSignalled(why, checkpoint))
-
-    def end_near(self, reason: str, deadline_s: float) -> None:
-        """The coordinator's job ends at `deadline_s` (epoch): state to disk, to go on in another
-        job."""
-        self._say(EndNear(reason, SystemClock().now_s(), deadline_s))
+    def say(self, event: StopSignalled | EndNear) -> None:
+        """The run is to stop, or its coordinator's job ends."""
+        self._said.append(event)
+        if self._inbox is not None:
+            self._inbox.put(event)
 
     def note(self, text: str) -> None:
         """Something that an operator would want to see, once."""
@@ -184,11 +181,6 @@ class Control:
             with suppress(IndexError):  # until there is none
                 while True:
                     self._inbox.put(PoolNote(self._notes.popleft()))
-
-    def _say(self, event: StopSignalled | EndNear) -> None:
-        self._said.append(event)
-        if self._inbox is not None:
-            self._inbox.put(event)
 
 
 class ConnectionServer:

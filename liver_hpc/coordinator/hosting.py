@@ -33,6 +33,7 @@ from liver_hpc.host.child import end_with_parent
 from liver_hpc.host.process import drop_unwritable_output, quiet_thread
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.epoch import NotTakenOver, Superseded, newest_epoch
+from liver_hpc.run.events import EndNear, StopSignalled
 from liver_hpc.run.outcome import COORDINATOR_FILE, Outcome
 
 log = logging.getLogger(__name__)
@@ -119,7 +120,7 @@ class HostedCoordinator:
     def end_near(self, reason: str, deadline_s: float) -> None:
         """The coordinator's job ends at `deadline_s` (epoch): state to disk, to go on in another
         job."""
-        self._say({"end_near": [reason, deadline_s]})
+        self._say({"end_near": [reason, SystemClock().now_s(), deadline_s]})
 
     def wait(self, limit_s: float | None = None) -> bool:
         """Whether the coordinator has ended, after at most so many seconds."""
@@ -301,10 +302,8 @@ def _run(run_directory: Path, line: socket.socket) -> int:
                 if not said:
                     return  # the parent ends, and this process with it
                 words = json.loads(said)
-                if "stop" in words:
-                    control.stop(*words["stop"])
-                else:
-                    control.end_near(*words["end_near"])
+                stop = words.get("stop")
+                control.say(StopSignalled(*stop) if stop else EndNear(*words["end_near"]))
 
     quiet_thread(listen, "parent")
     try:

@@ -19,7 +19,13 @@ from liver_hpc.protocol.attempt import Phase
 from liver_hpc.rendezvous.base import Identity
 from liver_hpc.rendezvous.channel import ChannelClosed, connect
 from liver_hpc.run.directory import RunDirectory
-from liver_hpc.run.events import CheckpointWritten, Resumed, StateRestored
+from liver_hpc.run.events import (
+    CheckpointWritten,
+    EndNear,
+    Resumed,
+    StateRestored,
+    StopSignalled,
+)
 from liver_hpc.run.lifecycle import STOPPING
 from liver_hpc.run.outcome import Outcome, WorldNote
 from tests.fakes import Fault
@@ -230,7 +236,7 @@ def test_a_worker_that_is_lost_as_the_run_ends_does_not_make_it_begin_again(
     if ending == "stopped":
         run.ask(m.StopRequest())
     else:
-        run.control.end_near("time limit", 0.0)
+        run.control.say(EndNear("time limit", 0.0, 0.0))
         run.until(lambda: run.status()["state"] == "stopping", "the news")
     run.cluster.workers[1].channel.close()
     outcome = run.outcome()
@@ -266,7 +272,7 @@ def test_a_slow_disk_holds_up_nothing_but_the_end_of_the_run(
 
 def test_a_run_that_is_stopped_before_its_launch_launches_nothing(make: Start) -> None:
     run = make(begin=False)
-    run.control.stop("SIGTERM")
+    run.control.say(StopSignalled("SIGTERM"))
     run.start_only()
     assert run.outcome() == Outcome("stopped", "SIGTERM", 0)
     assert run.cluster.launched == []
@@ -338,7 +344,7 @@ def test_what_cannot_be_closed_does_not_change_how_the_run_ended(
 
     monkeypatch.setattr(run.cluster.pool, "close", away)
     run.start()
-    run.control.end_near("time limit", 0.0)
+    run.control.say(EndNear("time limit", 0.0, 0.0))
     outcome = run.outcome()
     assert outcome.state == "requeue"
     assert outcome.reason.endswith("; not all could be ended: waited 30 s for jobs named x to end")
@@ -349,7 +355,7 @@ def test_a_run_that_is_to_be_queued_again_is_also_without_a_checkpoint(make: Sta
     run = make(checkpoint={"keep": 1})
     for played in run.cluster.workers.values():
         played.script.mute = True
-    run.control.end_near("preempted", 0.0)
+    run.control.say(EndNear("preempted", 0.0, 0.0))
     run.until(lambda: run.status()["state"] == "stopping", "the news")
     run.cluster.workers[1].channel.close()
     outcome = run.outcome()

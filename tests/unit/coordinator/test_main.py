@@ -34,7 +34,7 @@ from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.entries import Event, encode
 from liver_hpc.run.epoch import Epoch, NotTakenOver, Superseded, last_sign
-from liver_hpc.run.events import Memory, Node
+from liver_hpc.run.events import Memory, Node, StopSignalled
 from liver_hpc.run.journal import Journal, JournalNews
 from liver_hpc.run.outcome import Outcome, begin_again
 from tests.fakes import JournalRecords, fewer, tiny_recipe, tiny_run
@@ -74,7 +74,7 @@ def test_it_stops_when_it_is_told_and_leaves_its_outcome(tmp_path: Path) -> None
     def stop() -> None:
         deadline = Deadline.after(SystemClock(), LIMIT_S, "Begin")
         poll_until(lambda: bool(cluster.got(1, m.Begin)), deadline)
-        control.stop("SIGTERM")
+        control.say(StopSignalled("SIGTERM"))
 
     stopper = threading.Thread(target=stop)
     stopper.start()
@@ -272,7 +272,7 @@ def test_what_operators_asked_for_holds_after_a_restart_of_the_same_job(tmp_path
 def _stopped_at_once(directory: Path) -> Outcome:
     """A run in a directory of an earlier start, which is stopped before it launches anything."""
     control = Control()
-    control.stop("test")
+    control.say(StopSignalled("test"))
     return _run(directory, control)
 
 
@@ -290,8 +290,8 @@ def test_a_run_that_is_over_begins_again_only_where_it_is_to(tmp_path: Path, aga
         return dataclasses.replace(services, open_journal=opened)
 
     stopped, other = Control(), Control()
-    stopped.stop("first")
-    other.stop("second")
+    stopped.say(StopSignalled("first"))
+    other.say(StopSignalled("second"))
     first = run_coordinator(tmp_path, stopped, build)
     assert first == Outcome("stopped", "first", 0)
     if again:
@@ -342,7 +342,7 @@ def test_what_a_start_was_told_that_is_gone_with_its_job_ends_no_other_one(
         deadline = Deadline.after(SystemClock(), LIMIT_S, "Begin")
         with suppress(DeadlineError):
             poll_until(lambda: bool(cluster.got(1, m.Begin)), deadline)
-        control.stop(why)
+        control.say(StopSignalled(why))
 
     def build(config: RunConfig, directory: Path, secret: bytes) -> Services:
         return dataclasses.replace(

@@ -9,7 +9,7 @@ import pytest
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.run.agents import TERMINATED
-from liver_hpc.run.events import EndNear, Node, NodeGone
+from liver_hpc.run.events import EndNear, Node, NodeGone, StopSignalled
 from liver_hpc.run.outcome import Outcome
 from tests.fakes import Fault
 from tests.unit.coordinator.live import Start
@@ -222,7 +222,7 @@ def test_a_node_that_nobody_takes_is_kept_when_handoffs_away_from_it_fail(make: 
     run.cluster.pool.warn("n2", "drained")
     run.until(lambda: run.coordinator.core.elastic.nodes.stuck is not None, "the run to stay")
     assert run.status()["state"] == "training"
-    run.control.stop("SIGTERM")
+    run.control.say(StopSignalled("SIGTERM"))
     assert run.outcome().state == "stopped"
     assert "stays: 3 handoffs have failed" in run.metrics.notices[-1].action
 

@@ -66,9 +66,9 @@ def test_questions_to_a_closed_inbox_are_refused_before_and_after() -> None:
 def test_a_signal_reaches_each_start_whenever_it_came() -> None:
     """Also one that a start before has heard, too late to mind it."""
     control, inboxes = Control(), (Inbox(), Inbox())
-    control.stop("SIGTERM")
+    control.say(StopSignalled("SIGTERM"))
     control.reach(inboxes[0])
-    control.end_near("time limit", 9.0)
+    control.say(EndNear("time limit", 0.0, 9.0))
     control.reach(inboxes[1])
     for inbox in inboxes:
         assert inbox.get(0.0) == StopSignalled("SIGTERM")
