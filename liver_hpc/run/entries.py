@@ -164,9 +164,9 @@ def _last_start(path: Path) -> tuple[int, bytes]:
             at = find_last(file, started, whole)
             if at < 0:
                 return -1, b""
-            end = _find(file, b'{"type":"end"', at, whole)
+            end = find_last(file, b'{"type":"end"', whole)
             file.seek(find_last(file, b"\n", max(end, 0)) + 1)
-            line = file.readline() if end >= 0 else b""
+            line = file.readline() if end > at else b""
             return find_last(file, b"\n", at) + 1, line
     except OSError as error:
         raise JournalUnread(f"{path} cannot be read: {error.strerror}") from error
@@ -181,16 +181,6 @@ def find_last(file: IO[bytes], mark: bytes, end: int) -> int:
         if (at := file.read(end - begin).rfind(mark)) >= 0:
             return begin + at
         end = begin and begin + len(mark) - 1
-    return -1
-
-
-def _find(file: IO[bytes], mark: bytes, begin: int, end: int) -> int:
-    """Where it stands first between two bytes of a file."""
-    while begin < end:
-        file.seek(begin)
-        if (at := file.read(min(_READ_BYTES, end - begin)).find(mark)) >= 0:
-            return begin + at
-        begin += _READ_BYTES - len(mark) + 1
     return -1
 
 
