@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from liver_hpc.clock import Clock
-from liver_hpc.host.process import start_thread
+from liver_hpc.host.process import quiet_thread
 from liver_hpc.protocol.messages import (
     VALUES_APART,
     StoreAnswer,
@@ -59,7 +59,7 @@ class StoreService:
         self._some = threading.Condition(self._lock)
         self._closed = ""
         self._closing = threading.Event()
-        self._poster = start_thread(self._post_all, "store")
+        self._poster = quiet_thread(self._post_all, "store")
 
     def ask(self, channel: Channel, asked: StoreAsks) -> None:
         """What workers at the other end of a channel ask, in order; the answers are posted there.

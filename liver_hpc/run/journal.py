@@ -18,7 +18,7 @@ from typing import IO
 
 from liver_hpc.errors import LiverError
 from liver_hpc.host.files import flush_to_disk
-from liver_hpc.host.process import start_thread
+from liver_hpc.host.process import quiet_thread
 from liver_hpc.run.entries import Event, decode, encode, find_last, torn_text
 from liver_hpc.run.epoch import Epoch, Superseded
 from liver_hpc.run.events import JournalFailed
@@ -78,7 +78,7 @@ class Journal:
         self._changed = threading.Condition()
         self._closing = False
         self.error = ""
-        self._thread = start_thread(self._write_what_comes, "journal")
+        self._thread = quiet_thread(self._write_what_comes, "journal")
 
     def append(
         self, at_s: float, event: Event, actions: Sequence[Event] = (), said: int = 0
