@@ -76,7 +76,7 @@ FROZEN_S = 2.0
 def new_core(config: RunConfig, services: Services) -> Run:
     """What decides, of a start that has not begun."""
     recipe = services.recipe
-    return Run(config, recipe.spec, recipe.check_layout, services.place, recipe.rehearsal_bytes)
+    return Run(config, recipe.spec, recipe.check_layout, rehearsal_bytes=recipe.rehearsal_bytes)
 
 
 class Coordinator:

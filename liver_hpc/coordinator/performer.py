@@ -16,13 +16,11 @@ from liver_hpc.coordinator.checkpoints import Checkpoints
 from liver_hpc.coordinator.connections import Asked, InboxClosed, Met, PeerRegistry
 from liver_hpc.coordinator.store import StoreService
 from liver_hpc.errors import MeetingError
-from liver_hpc.layout.placement import place
 from liver_hpc.protocol.messages import Reply
 from liver_hpc.recipes.base import Recipe
 from liver_hpc.rendezvous.base import Answer as MeetingAnswer
 from liver_hpc.rendezvous.base import Rendezvous
 from liver_hpc.run import actions as a
-from liver_hpc.run.decide import Place
 from liver_hpc.run.epoch import Epoch
 from liver_hpc.run.events import CheckpointFailed, LaunchFailed
 from liver_hpc.run.journal import Journal, JournalNews
@@ -45,7 +43,6 @@ class Services:
     open_journal: Callable[[Callable[[JournalNews], None], Epoch], Journal]
     attributes: Mapping[str, str] = field(default_factory=dict)
     pool: NodePool = field(default_factory=NodePool)
-    place: Place = place
 
 
 class Performer:

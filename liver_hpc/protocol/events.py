@@ -63,12 +63,9 @@ class Requested:
         elsewhere = sorted({*came} - {*ids.values()})
         ids |= zip((w for w in self.joiners if w not in ids), elsewhere, strict=True)
         workers = tuple(ids.get(worker, worker) for worker in target.workers)
-        placed = zip(
-            workers, target.nodes, strict=False
-        )  # where no nodes are known, there are none
-        return RankMap(
-            target.layout, workers, tuple(on.get(worker, node) for worker, node in placed)
-        )
+        placed = zip(workers, target.nodes, strict=False)  # there may be no nodes known
+        nodes_now = tuple(on.get(worker, node) for worker, node in placed)
+        return RankMap(target.layout, workers, nodes_now)
 
 
 @dataclass(frozen=True)
