@@ -64,11 +64,12 @@ class Agents:
     1, ... in this one; no name or number is ever used twice. What has to be done about them goes to
     `out`, in order.
 
-    finished: workers that have done their last step; they may end when they like. exit_s: how long
-    an agent may take to end. kept: joiners whose handoff was called off and that the next one may
-    have, each with the end of its stay. lingering: workers without a seat that stay with their
-    snapshots, each with the end of that. agents_apart: where the node has no name, as this machine,
-    each agent's workers count as on one of their own.
+    started: how many agents were, in all starts of the run. finished: workers that have done their
+    last step; they may end when they like. exit_s: how long an agent may take to end. kept: joiners
+    whose handoff was called off and that the next one may have, each with the end of its stay.
+    lingering: workers without a seat that stay with their snapshots, each with the end of that.
+    agents_apart: where the node has no name, as this machine, each agent's workers count as on one
+    of their own.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Agents:
         out: list[a.Action],
         agents_apart: bool = False,
     ) -> None:
+        self.started = 0
         self.finished: set[int] = set()
         self.exit_s = deadlines.exit_s
         self.kept: dict[int, Deadline] = {}
@@ -87,7 +89,6 @@ class Agents:
         self._clearing: dict[int, Deadline] = {}  # who is kept once it has let its handoff go
         self._clock = clock
         self._out = out
-        self._next_agent = 0
         self._next_worker = 0
         self._first: Hello | None = None  # of those that say with which code they compute
         self._agents: dict[str, Agent] = {}
@@ -101,20 +102,11 @@ class Agents:
 
     # ---- coming
 
-    @property
-    def started(self) -> int:
-        """How many agents were, in all starts of the run."""
-        return self._next_agent
-
-    def recall(self, started: int) -> None:
-        """Of the starts before this one."""
-        self._next_agent = started
-
     def launch(self, generation: int, layout: Layout, seats: Sequence[Seat]) -> None:
         """An agent for every seat."""
-        numbered = enumerate(seats, start=self._next_agent)
+        numbered = enumerate(seats, start=self.started)
         agents = [Agent(f"a{number}", generation, seat) for number, seat in numbered]
-        self._next_agent += len(agents)
+        self.started += len(agents)
         self._agents.update((agent.name, agent) for agent in agents)
         self._out.append(
             a.Launch(tuple(a.LaunchAgent(agent.name, agent.seat, layout) for agent in agents))
@@ -122,8 +114,8 @@ class Agents:
 
     def start(self, node: str) -> None:
         """An agent without a launch; all that is known of it later is its node's."""
-        name = f"a{self._next_agent}"
-        self._next_agent += 1
+        name = f"a{self.started}"
+        self.started += 1
         self._without_launch.add(name)
         self._out.append(a.StartAgent(name, node))
 

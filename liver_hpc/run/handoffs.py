@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.protocol import messages as m
-from liver_hpc.protocol.actions import Action, Ended, Keep, LaunchJoiners, Send
+from liver_hpc.protocol.actions import Ended, Keep, LaunchJoiners, Send
 from liver_hpc.protocol.attempt import Attempt, Phase
 from liver_hpc.protocol.events import (
     Cancelled,
@@ -191,38 +190,31 @@ class Handoffs:
     # ---- the machine and its actions
 
     def feed(self, event: Event) -> None:
-        """Handles an event, and those that performing its actions leads to, one by one."""
-        events = deque([event])
-        while events:
-            event, before = events.popleft(), self._machine.phase
-            self._recorder.observe(event)
-            actions = self._machine.handle(event)
-            attempt = self._machine.attempt
-            if self._machine.phase is not before and attempt is not None:
-                self._recorder.entered(self._machine.phase, attempt.target)
-            answers = [self._perform(action) for action in actions]
-            events.extend(answer for answer in answers if answer is not None)
+        """Handles an event, and performs what the machine asks for."""
+        before = self._machine.phase
+        self._recorder.observe(event)
+        actions = self._machine.handle(event)
+        attempt = self._machine.attempt
+        if self._machine.phase is not before and attempt is not None:
+            self._recorder.entered(self._machine.phase, attempt.target)
+        for action in actions:
+            match action:
+                case LaunchJoiners():  # nothing else with it
+                    self._launch(action)
+                case Send():
+                    self._agents.send(action.workers, action.message)
+                case Keep():
+                    self._agents.keep(action.joiners, action.aborting)
+                case Ended():
+                    self._ended(action)
 
-    def _perform(self, action: Action) -> Event | None:
-        """Returns what has come of it that the machine has to hear of."""
-        match action:
-            case LaunchJoiners():
-                return self._launch(action)
-            case Send():
-                self._agents.send(action.workers, action.message)
-            case Keep():
-                self._agents.keep(action.joiners, action.aborting)
-            case Ended():
-                self._ended(action)
-        return None
-
-    def _launch(self, action: LaunchJoiners) -> Event | None:
+    def _launch(self, action: LaunchJoiners) -> None:
         try:
             seats = self._nodes.seats(action.count)
         except LiverError as error:
-            return Cancelled(f"cannot launch {action.count} workers: {error}")
-        self._agents.launch(action.generation, action.layout, seats)
-        return None
+            self.cancel(f"cannot launch {action.count} workers: {error}")
+        else:
+            self._agents.launch(action.generation, action.layout, seats)
 
     def _ended(self, ended: Ended) -> None:
         self.generation = max(self.generation, ended.world.generation)

@@ -121,7 +121,7 @@ class Run(Lifecycle):
         self._first_generation = max(known) + 2 if max(known) >= 0 else 0
         self.handoffs.generation = self._first_generation
         self.elastic.recall(event.memory)
-        self.agents.recall(event.memory.agents)
+        self.agents.started = event.memory.agents
 
     def _launch_allowed(self, event: e.LaunchAllowed) -> None:
         self._may_launch = True
