@@ -54,7 +54,6 @@ from liver_hpc.run.recovery import Recoveries
 from liver_hpc.run.requests import RequestQueue
 from liver_hpc.run.standbys import Standbys
 from liver_hpc.run.stragglers import Stragglers
-from liver_hpc.run.verification import Verification
 
 HISTORY_EVENTS = 40
 EVENT_TEXT_LENGTH = 200
@@ -151,7 +150,8 @@ class Lifecycle:
         self.standbys = Standbys(config, self._clock, nodes, self._out)
         self.stragglers = Stragglers(config, self._clock, self.elastic, self._out)
         self._resumed: e.Resumed | None = None
-        self._verification = Verification()
+        self._verified_of = -1, -1  # the generation and step of the digests that came last
+        self._digests: dict[int, tuple[m.ClassDigest, ...]] = {}
         self._unprotected: m.Unprotected | None = None  # until there is a newer snapshot
         self._evaluated_step = 0  # the most steps after which there was an evaluation
         self._owes_evaluation = False  # at the step that it goes on from

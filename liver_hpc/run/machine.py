@@ -13,6 +13,7 @@ from liver_hpc.clock import Deadline
 from liver_hpc.errors import LiverError, ProtocolError, RequestRefused
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.events import WorkerLost
+from liver_hpc.protocol.votes import Side, disagreements
 from liver_hpc.run import events as e
 from liver_hpc.run.actions import Action, Answer, Ending, Log, StepPhase, TurnAway
 from liver_hpc.run.agents import STANDBY, Agent
@@ -299,12 +300,18 @@ class Run(Lifecycle):
         self.elastic.estimates.handoffs.observe_evaluation(message.started_s, message.ended_s)
 
     def _verified(self, message: m.Verified) -> None:
+        """Once all have told their digests, copies are compared; of two steps the later one's."""
         world = self.world_of(message.generation)
         if world is None:
             return
-        differ = self._verification.tell(message, world.rank_map)
-        if differ:
-            self._fail(f"copies of the state differ after step {message.step}: {differ}")
+        of, rank_map = (message.generation, message.step), world.rank_map
+        if of != self._verified_of:
+            self._verified_of, self._digests = of, {}
+        self._digests[message.worker] = message.digests
+        if len(self._digests) == len(rank_map.workers) and {*rank_map.workers} == {*self._digests}:
+            differ = "; ".join(disagreements(Side("world", rank_map, self._digests)))
+            if differ:
+                self._fail(f"copies of the state differ after step {message.step}: {differ}")
 
     def _of_attempt(self, message: m.OfAttempt) -> None:
         world = self.world

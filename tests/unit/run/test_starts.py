@@ -359,17 +359,46 @@ def test_an_evaluation_is_recorded_shown_and_remembered() -> None:
     assert run.memory.evaluated == 10
 
 
-def test_a_run_whose_copies_differ_goes_back_to_its_checkpoint_and_says_which_differ() -> None:
+def verify(run: Run, number: int, value: int, step: int = 10) -> None:
+    """The worker of a number tells the digest of its copy."""
+    world = run.world
+    assert world is not None
+    digest = m.ClassDigest(
+        kind="parameter", tp_replicated=True, multi_stage=False, value=f"{value:016x}"
+    )
+    told = m.Verified(
+        worker=world.rank_map.workers[number],
+        generation=world.generation,
+        step=step,
+        digests=(digest,),
+    )
+    run.handle(told, 6.0)
+
+
+def verified() -> Run:
+    """A run of two workers that trains."""
     run, _ = begun(e.Memory(4, evaluated=5), 7)
-    workers = run.world.rank_map.workers  # type: ignore[union-attr]
-    generation = run.world.generation  # type: ignore[union-attr]
-    run.handle(e.StateRestored(generation), 4.0)
-    for number, worker in enumerate(workers):
-        digest = m.ClassDigest(
-            kind="parameter", tp_replicated=True, multi_stage=False, value=f"{number:016x}"
-        )
-        assert run.ending is None
-        told = m.Verified(worker=worker, generation=generation, step=10, digests=(digest,))
-        run.handle(told, 6.0)
+    assert run.world is not None
+    run.handle(e.StateRestored(run.world.generation), 4.0)
+    assert len(run.world.rank_map.workers) == 2
+    return run
+
+
+def test_a_run_whose_copies_differ_goes_back_to_its_checkpoint_and_says_which_differ() -> None:
+    run = verified()
+    verify(run, 0, 0)
+    assert run.ending is None, "not all have told"
+    verify(run, 1, 1)
     assert run.ending is not None
     assert "copies of the state differ after step 10: parameter" in run.ending.reason
+    assert "(workers [1]) is 0000000000000001" in run.ending.reason
+
+
+def test_equal_copies_are_nothing_to_tell_and_those_of_other_steps_are_never_compared() -> None:
+    run = verified()
+    verify(run, 0, 1)
+    verify(run, 1, 1)
+    verify(run, 0, 1, step=20)
+    verify(run, 1, 2, step=30)
+    verify(run, 0, 2, step=30)
+    assert run.ending is None
