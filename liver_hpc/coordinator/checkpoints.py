@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -107,10 +108,10 @@ class Checkpoints:
         self._source: Checkpoint | Loaded | None = None
         self._restored: dict[int, Restored] = {}
         self._closed = False
-        self._to_go: set[Path] = set()
         self._finite: dict[Path, bool] = {}
         self._files = FileWork[Found]("the files of checkpoints", epoch, wake)
-        self._removals = FileWork[Found]("the removal of old checkpoints", epoch)
+        removals = f"the removal of old checkpoints in {self.directory}"
+        self._removals = FileWork[Found](removals, epoch)
 
     def found(self) -> list[Found]:
         """What has come of what workers have said, since the last call."""
@@ -124,22 +125,14 @@ class Checkpoints:
 
     def close(self, limit_s: float, removals_s: float) -> None:
         """Waits for what is to be done, for so long at most, and for old checkpoints to be removed;
-        the log names those that are left. None that was to be read again is set aside after it."""
+        the log says where some are left. None that was to be read again is set aside after it."""
         self._closed = True
         self._files.close(limit_s)
         self._removals.close(removals_s)
-        if left := self._to_go.copy():  # a thread takes from it
-            log.warning("not removed: %s", ", ".join(map(str, sorted(left))))
 
     def _remove(self, path: Path) -> None:
         """In a thread; nobody waits for it."""
-
-        def removed() -> None:
-            remove(path)
-            self._to_go.discard(path)
-
-        self._to_go.add(path)
-        self._removals.do(removed)
+        self._removals.do(partial(remove, path))
 
     # ---- before the run
 

@@ -44,11 +44,7 @@ def encode(item: Event | Action) -> dict[str, Any]:
         columns = {f.name: [getattr(row, f.name) for row in item.rows] for f in fields(first)}
         return {"type": RECORD_ALL, "table": _TABLES[type(first)], "columns": columns}
     if isinstance(item, SaidTogether):
-        return {
-            "type": "said_together",
-            "messages": item.messages,
-            "numbers": item.numbers,
-        }
+        return {"type": "said_together", "messages": item.messages, "numbers": item.numbers}
     return {"type": name_of(type(item)), **_plain(item)}
 
 

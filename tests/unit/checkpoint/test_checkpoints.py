@@ -285,8 +285,7 @@ def test_nobody_waits_until_old_ones_are_removed(
         assert isinstance(disk.save(TWO, step), CheckpointWritten)
     assert [step for step, _ in complete_checkpoints(disk.directory)] == [8]
     disk.checkpoints.close(10.0, removals_s=0.05)
-    (left, *_) = remains(disk.directory)
-    assert f"not removed: {left[2]}" in caplog.text
+    assert remains(disk.directory)
     assert "waited 0.05 s for the removal of old checkpoints; not all is done" in caplog.text
     goes_on.set()
     disk.checkpoints.close(10.0, removals_s=10.0)
