@@ -223,7 +223,7 @@ class ManyWorkers:
         return Coordinator(config, epoch, SECRET, services, Control(), Memory())
 
     def _open_journal(self, tell: Callable[[JournalNews], None], epoch: Epoch) -> Journal:
-        journal = _WatchedJournal(self._directory / "journal.jsonl", tell, 0, epoch=epoch)
+        journal = _WatchedJournal(self._directory / "journal.jsonl", tell, epoch, 0)
         journal.ended = self._ended
         return journal
 

@@ -97,7 +97,7 @@ def services_of(config: RunConfig, run_directory: Path, secret: bytes) -> Servic
         launcher=launcher,
         pool=pool,
         rendezvous=MpiRendezvous(run_directory, secret, mpi),
-        open_journal=lambda tell, epoch: Journal(run_directory / JOURNAL_FILE, tell, epoch=epoch),
+        open_journal=partial(Journal, run_directory / JOURNAL_FILE),
         attributes=attributes_of(config, run_directory),
     )
 

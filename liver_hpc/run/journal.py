@@ -58,9 +58,9 @@ class Journal:
         self,
         path: Path,
         tell: Callable[[JournalNews], None],
+        epoch: Epoch,
         reserve_bytes: int = RESERVE_BYTES,
         free: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
-        epoch: Epoch | None = None,
     ) -> None:
         """Goes on with the file at `path`, or makes it (mode 0600).
 
@@ -143,7 +143,7 @@ class Journal:
         if got < wanted:
             raise LiverError(f"the disk is full: wanted {wanted} bytes free, got {got}")
         with FileIO(self._path, "r+") as file:
-            self._check_epoch()  # the next one's file would be in its place by now
+            self._epoch.check()  # the next one's file would be in its place by now
             size_bytes = os.fstat(file.fileno()).st_size
             if self._may_be_torn and size_bytes > self._end_bytes:
                 file.truncate(self._end_bytes)
@@ -161,17 +161,13 @@ class Journal:
         self._may_be_torn = False
         self._end_bytes += len(data)
 
-    def _check_epoch(self) -> None:
-        if self._epoch is not None:
-            self._epoch.check()
-
     def _is_ours(self) -> bool:
         """Whether what was written just now is this coordinator's to act upon. Asks again until it
         is known: what is written is not written again. False where it is not known at the end;
         raises Superseded."""
         while True:
             try:
-                self._check_epoch()
+                self._epoch.check()
                 return True
             except OSError as error:
                 self._failed(error)

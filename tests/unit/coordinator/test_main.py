@@ -283,7 +283,7 @@ def test_a_run_that_is_over_begins_again_only_where_it_is_to(tmp_path: Path, aga
     journal = tmp_path / "journal.jsonl"
 
     def opened(tell: Callable[[JournalNews], None], epoch: Epoch) -> Journal:
-        return Journal(journal, tell, 0, epoch=epoch)
+        return Journal(journal, tell, epoch, 0)
 
     def build(config: RunConfig, directory: Path, secret: bytes) -> Services:
         services = _scripted(ScriptedCluster(SECRET))(config, directory, secret)
@@ -347,7 +347,7 @@ def test_what_a_start_was_told_that_is_gone_with_its_job_ends_no_other_one(
     def build(config: RunConfig, directory: Path, secret: bytes) -> Services:
         return dataclasses.replace(
             _scripted(next(left))(config, directory, secret),
-            open_journal=lambda tell, epoch: next(journals)(journal, tell, 0, epoch=epoch),
+            open_journal=lambda tell, epoch: next(journals)(journal, tell, epoch, 0),
             attributes=module.attributes_of(config, directory),
         )
 

@@ -31,7 +31,7 @@ def connections(path: Path) -> ConnectionServer:
     [
         (lambda path: StoreService(FakeClock()), "store"),
         (lambda path: FileWork("the files", Epoch(path, 1)), "the files"),
-        (lambda path: Journal(path / "journal.jsonl", print, 0), "journal"),
+        (lambda path: Journal(path / "journal.jsonl", print, Epoch(path, 1), 0), "journal"),
         (connections, "reader"),
         (lambda path: ControlServer("127.0.0.1", b"", bool), "accept-[0-9]+"),
     ],

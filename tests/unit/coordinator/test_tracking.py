@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def recorded(run_directory: Path, watched: Watched) -> None:
         recipe=nothing,
         launcher=nothing,
         rendezvous=nothing,
-        open_journal=lambda tell, epoch: Journal(run_directory / "journal.jsonl", tell, 0),
+        open_journal=partial(Journal, run_directory / "journal.jsonl", reserve_bytes=0),
     )
     journal = watched(services).open_journal(lambda told: None, Epoch(run_directory, 1))
     for entry in entries(STARTED, *(step_done(number) for number in range(3))):

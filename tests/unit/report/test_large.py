@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from liver_hpc.run.entries import JOURNAL_FILE
+from liver_hpc.run.epoch import Epoch
 from liver_hpc.run.journal import Journal
 from tests.unit.config.runs import write_minimal
 
@@ -22,7 +23,7 @@ MOST_TIMES = 5.0
 def write_steps(path: Path) -> None:
     """With figures of as many digits as there are."""
     numbers = random.Random(1)
-    journal = Journal(path, lambda told: None, 0)
+    journal = Journal(path, lambda told: None, Epoch(path.parent, 1), 0)
     end_s = 1.8e9
     for step in range(STEPS):
         start_s, end_s = end_s, end_s + 1.0 + numbers.random()

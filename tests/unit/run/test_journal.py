@@ -22,7 +22,7 @@ from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.run import journal as module
 from liver_hpc.run.entries import Entry, read_entries
-from liver_hpc.run.epoch import Epoch, Superseded, claim_epoch
+from liver_hpc.run.epoch import Epoch, Superseded, claim_epoch, newest_epoch
 from liver_hpc.run.events import JournalFailed
 from liver_hpc.run.journal import Journal, JournalNews, Written, continue_in_copy
 from tests.fakes import MemoryJournal
@@ -60,10 +60,15 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "journal.jsonl"
 
 
+def current(path: Path) -> Epoch:
+    """That of the newest coordinator of the journal's run."""
+    return Epoch(path.parent, newest_epoch(path.parent))
+
+
 @contextmanager
 def opened(path: Path, disk: Disk | None = None) -> Iterator[Journal]:
     """A journal that is closed afterwards; what it tells is forgotten."""
-    journal = Journal(path, lambda told: None, RESERVE_BYTES, disk or Disk())
+    journal = Journal(path, lambda told: None, current(path), RESERVE_BYTES, disk or Disk())
     try:
         yield journal
     finally:
@@ -104,7 +109,7 @@ class OnDisk(Rig):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._path, self._disk = path, Disk()
-        self.journal = Journal(path, self.told.append, RESERVE_BYTES, self._disk)
+        self.journal = Journal(path, self.told.append, current(path), RESERVE_BYTES, self._disk)
 
     def fail(self) -> None:
         self._disk.free_bytes = RESERVE_BYTES - 1
@@ -229,12 +234,12 @@ def test_a_damaged_last_line_is_not_gone_on_with(path: Path) -> None:
         journal.append(1.0, BEGUN)
     path.write_bytes(path.read_bytes().replace(b"begun", b"began"))
     with pytest.raises(ConfigError, match=r"journal\.jsonl, last line: 1 is damaged"):
-        Journal(path, print, 0)
+        Journal(path, print, current(path), 0)
 
 
 def test_a_directory_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(LiverError, match=r"gone/journal\.jsonl cannot be written: No such file"):
-        Journal(tmp_path / "gone" / "journal.jsonl", print, 0)
+        Journal(tmp_path / "gone" / "journal.jsonl", print, Epoch(tmp_path, 1), 0)
 
 
 def test_what_waits_together_goes_with_one_sync(
@@ -309,7 +314,7 @@ journal.RETRY_S = 0.01
 told, path = [], Path(sys.argv[1])
 failed, written = threading.Event(), threading.Event()
 tell = lambda each: (failed if isinstance(each, journal.JournalFailed) else written).set()
-ours = journal.Journal(path, tell, 0)
+ours = journal.Journal(path, tell, journal.Epoch(path.parent, 1), 0)
 ours.append(1.0, {"type": "begun"})
 assert written.wait(30)
 written.clear()
@@ -374,7 +379,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_file_system_loses_nothing_once_it_has_room(small_disk: Path) -> None:
     path, ballast = small_disk / "journal.jsonl", small_disk / "ballast"
     told: list[Written | JournalFailed] = []
-    journal = Journal(path, told.append, 0)
+    journal = Journal(path, told.append, current(path), 0)
     ballast.write_bytes(bytes(48 * 1024))
     for number in range(500):
         journal.append(1.0, step_done(number))
@@ -421,7 +426,7 @@ def test_nothing_comes_of_what_is_written_once_another_coordinator_has_taken_ove
         claim_epoch(path.parent)
         return FileIO.write(file, data)
 
-    ours = Journal(path, told.append, 0, epoch=epoch)
+    ours = Journal(path, told.append, epoch, 0)
     ours.append(1.0, BEGUN)
     until(lambda: told == [Written(0)], "the first entry")
     with writes(monkeypatch, takes_over):
@@ -438,7 +443,7 @@ def test_nothing_comes_of_what_is_written_once_another_coordinator_has_taken_ove
 
 def test_one_that_wakes_finds_what_the_next_coordinator_has_written(path: Path) -> None:
     epoch, told = claim_epoch(path.parent), list[JournalNews]()
-    ours = Journal(path, told.append, 0, epoch=epoch)
+    ours = Journal(path, told.append, epoch, 0)
     claim_epoch(path.parent)
     with opened(path) as theirs:
         theirs.append(1.0, BEGUN)
@@ -461,7 +466,7 @@ def test_what_is_written_is_not_written_again_while_it_is_not_known_whose_the_ru
         return found
 
     monkeypatch.setattr("liver_hpc.run.epoch.newest_epoch", newest)
-    ours = Journal(path, told.append, 0, epoch=Epoch(path.parent, 1))
+    ours = Journal(path, told.append, Epoch(path.parent, 1), 0)
     ours.append(1.0, BEGUN)
     until(lambda: len(told) == 2, "the news")
     assert told == [JournalFailed("Stale file handle"), Written(0)]
@@ -479,7 +484,7 @@ def test_a_write_that_is_tried_again_cuts_nothing_off_that_the_next_coordinator_
         FileIO.write(file, data[:5])
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    ours = Journal(path, told.append, 0, epoch=claim_epoch(path.parent))
+    ours = Journal(path, told.append, claim_epoch(path.parent), 0)
     with writes(monkeypatch, fails):
         ours.append(1.0, {"type": "late"})
         until(lambda: told, "the failure")
@@ -504,7 +509,7 @@ def test_one_that_stood_still_as_it_wrote_writes_over_nothing_of_the_next_coordi
     with opened(path) as before:
         before.append(1.0, BEGUN)
     mode = path.stat().st_mode
-    ours = Journal(path, told.append, 0, epoch=claim_epoch(path.parent))
+    ours = Journal(path, told.append, claim_epoch(path.parent), 0)
     with writes(monkeypatch, stands_still):
         ours.append(2.0, {"type": "late"})
         assert stands.wait(LIMIT_S)
@@ -535,8 +540,9 @@ def test_what_was_told_as_written_survives_a_kill(path: Path) -> None:
     program = """
 import itertools, sys
 from pathlib import Path
-from liver_hpc.run.journal import Journal
-journal = Journal(Path(sys.argv[1]), lambda told: print(told.number, flush=True), 0)
+from liver_hpc.run.journal import Epoch, Journal
+path = Path(sys.argv[1])
+journal = Journal(path, lambda told: print(told.number, flush=True), Epoch(path.parent, 1), 0)
 for number in itertools.count():
     journal.append(1.0, {"type": "step_done", "step": number})
     sys.stdout.flush()
