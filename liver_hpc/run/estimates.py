@@ -9,7 +9,6 @@ from functools import lru_cache
 from statistics import median, median_high
 from typing import NamedTuple
 
-from liver_hpc.config.schema import RunConfig
 from liver_hpc.layout.budget import Budget
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.memory import worker_bytes
@@ -138,14 +137,14 @@ class HandoffEstimator:
     """Learns from completed handoffs, steps and checkpoints. Used by one thread.
 
     Of what differs from handoff to handoff the slowest of the last `REMEMBERED_HANDOFFS` counts:
-    an estimate is asked for to keep a deadline. budget: says which are made in bounded memory;
-    None: by a worker's state alone.
+    an estimate is asked for to keep a deadline. budget: says which are made in bounded memory.
     """
 
-    def __init__(self, config: RunConfig, spec: ModelSpec, budget: Budget | None = None) -> None:
-        self._budget = budget or Budget(config, spec)
+    def __init__(self, budget: Budget) -> None:
+        config = budget.config
+        self._budget = budget
         self._limits = config.deadlines
-        self._spec = spec
+        self._spec = budget.model
         self._train = config.train
         self._steps = deque[tuple[float, int]](maxlen=REMEMBERED_STEPS)  # times and samples
         self._boot_s = deque[float](maxlen=REMEMBERED_HANDOFFS)
@@ -165,11 +164,10 @@ class HandoffEstimator:
 
     # ---- learning
 
-    def observe_step(self, step_s: float, batch: int | None = None) -> None:
-        """One undisturbed step of the world in force. batch: its samples; None: as many as the
-        next step has."""
+    def observe_step(self, step_s: float, batch: int) -> None:
+        """One undisturbed step of the world in force. batch: its samples."""
         if step_s > 0 and math.isfinite(step_s):
-            self._steps.append((step_s, batch or self._next_batch))
+            self._steps.append((step_s, batch))
 
     def observe_done(self, steps: int) -> None:
         """So many steps are done: an evaluation begins where one is due."""
@@ -183,8 +181,8 @@ class HandoffEstimator:
         self._evaluating, self._last_evaluation = False, (started_s, ended_s)
         _note(self._evaluations_s, ended_s - started_s)
 
-    def observe_slowed(self, step_s: float, batch: int | None = None) -> None:
-        """One step beside PREPARE; batch: as of `observe_step`."""
+    def observe_slowed(self, step_s: float, batch: int) -> None:
+        """One step beside PREPARE."""
         self._slowed_s += max(0.0, step_s - self.usual_step_s(batch))
 
     def observe_aborted(self) -> None:
@@ -319,10 +317,6 @@ class HandoffEstimator:
         slower = max([1.0, *self._first_steps])
         return ALLOWED_STEPS * self._step_s(source.layout, target.layout) * slower
 
-    @property
-    def _next_batch(self) -> int:
-        return batch_of(self._train, self._done)
-
     def _step_s(self, source: Layout, target: Layout, batch: int | None = None) -> float:
         """A step of the target's: the source's, with its work on fewer workers."""
         return self.usual_step_s(batch) * max(1.0, source.workers / target.workers)
@@ -333,7 +327,7 @@ class HandoffEstimator:
         step has."""
         if not self._steps:
             return ASSUMED_STEP_S
-        samples = batch or self._next_batch
+        samples = batch or batch_of(self._train, self._done)
         return median(step_s * (samples / its_own) for step_s, its_own in self._steps)
 
 

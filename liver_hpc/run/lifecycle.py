@@ -124,7 +124,7 @@ class Lifecycle:
             self._handoff_ended,
             lingers=config.snapshots.every_steps is not None,
         )
-        estimator = HandoffEstimator(config, model, Budget(config, model, rehearsal_bytes))
+        estimator = HandoffEstimator(Budget(config, model, rehearsal_bytes))
         self.elastic = ElasticPolicy(
             config,
             self._clock,

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from liver_hpc.layout.budget import Budget
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.memory import handoff_bytes, move_bytes, worker_bytes
 from liver_hpc.layout.plan import transfer_plan
@@ -40,10 +41,12 @@ from tests.unit.layout.models import (
 from tests.unit.report.rows import reconfiguration
 
 DP2, TP2_DP2 = rank_map(Layout(1, 1, 2)), RankMap(Layout(2, 1, 2), (0, 2, 1, 3))
+BATCH = 8
+"""Of `minimal`."""
 
 
 def estimator(spec: ModelSpec = TIED, **sections: Any) -> HandoffEstimator:
-    return HandoffEstimator(minimal(**sections), spec)
+    return HandoffEstimator(Budget(minimal(**sections), spec))
 
 
 def observe(
@@ -173,7 +176,7 @@ def test_no_assumption_is_longer_than_the_deadline() -> None:
 def test_a_checkpoint_before_any() -> None:
     expected = BOUNDARY_STEPS * 0.5 + checkpoint_bytes(TIED, DP2.layout) / ASSUMED_DISK_BYTES_PER_S
     asked = estimator()
-    asked.observe_step(0.5)
+    asked.observe_step(0.5, BATCH)
     assert asked.checkpoint_s(DP2) == pytest.approx(expected)
 
 
@@ -182,7 +185,7 @@ def test_a_checkpoint_before_any() -> None:
 
 def test_the_same_handoff_again_takes_what_it_took() -> None:
     asked = estimator()
-    asked.observe_step(0.5)
+    asked.observe_step(0.5, BATCH)
     observe(asked)
     traffic = traffic_of(TIED, DP2, TP2_DP2)
     assert asked.prepare_s(2) == 4 + 3
@@ -194,7 +197,7 @@ def test_the_same_handoff_again_takes_what_it_took() -> None:
 
 def test_the_first_step_of_fewer_workers_is_longer() -> None:
     asked = estimator()
-    asked.observe_step(1.0)
+    asked.observe_step(1.0, BATCH)
     traffic = traffic_of(TIED, TP2_DP2, DP2)
     assert asked.transfer_s(TP2_DP2, DP2) == pytest.approx(
         2.0 + traffic.all_bytes / ASSUMED_BYTES_PER_S
@@ -204,7 +207,7 @@ def test_the_first_step_of_fewer_workers_is_longer() -> None:
 def test_more_is_allowed_for_than_the_steps_of_a_handoff_took_lately() -> None:
     asked = estimator()
     assert asked.steps_s(DP2, TP2_DP2) == 0.0
-    asked.observe_step(40.0)
+    asked.observe_step(40.0, BATCH)
     assert asked.steps_s(DP2, TP2_DP2) == 120.0
     assert asked.steps_s(TP2_DP2, DP2) == 240.0
     observe(asked, committed_s=190.0)  # its first step took 80 s
@@ -224,11 +227,11 @@ def test_the_slowest_of_the_last_handoffs_counts() -> None:
 def test_a_change_costs_what_stands_and_what_is_slowed_down() -> None:
     """PREPARE and the boot took 7 s from the notice on, beside which steps lost 1.4 s."""
     asked = estimator()
-    asked.observe_step(0.5)
+    asked.observe_step(0.5, BATCH)
     before = asked.price(DP2, TP2_DP2, 2)
     assert before.cost_s >= ASSUMED_SLOWDOWN * asked.prepare_s(2)
     for step_s in (0.9, 1.5, 0.4):
-        asked.observe_slowed(step_s)
+        asked.observe_slowed(step_s, BATCH)
     observe(asked)
     price, moved_s = asked.price(DP2, TP2_DP2, 2), asked.transfer_s(DP2, TP2_DP2)
     assert asked.prepare_s(2) == 7
@@ -238,7 +241,7 @@ def test_a_change_costs_what_stands_and_what_is_slowed_down() -> None:
 
 def test_what_an_aborted_attempt_slowed_down_is_not_the_next_ones() -> None:
     asked, other = estimator(), estimator()
-    asked.observe_slowed(1e3)
+    asked.observe_slowed(1e3, BATCH)
     asked.observe_aborted()
     for one in (asked, other):
         observe(one)
@@ -268,7 +271,7 @@ def test_joiners_that_were_kept_say_nothing_of_booting() -> None:
 def test_times_that_were_never_reached_teach_nothing() -> None:
     asked = estimator()
     asked.observe(reconfiguration(), DP2, TP2_DP2)
-    asked.observe_step(math.nan)
+    asked.observe_step(math.nan, BATCH)
     asked.observe_checkpoint(1000, 0.0)
     assert asked.estimate_s(DP2, TP2_DP2, 2) == estimator().estimate_s(DP2, TP2_DP2, 2)
     assert asked.checkpoint_s(DP2) == estimator().checkpoint_s(DP2)
@@ -276,7 +279,7 @@ def test_times_that_were_never_reached_teach_nothing() -> None:
 
 def test_the_disks_rate() -> None:
     asked = estimator()
-    asked.observe_step(1e-9)
+    asked.observe_step(1e-9, BATCH)
     held = checkpoint_bytes(TIED, DP2.layout)
     asked.observe_checkpoint(held, 7.0)
     assert asked.checkpoint_s(DP2) == pytest.approx(7.0)
@@ -305,7 +308,7 @@ def test_estimates_are_finite_times(
 ) -> None:
     asked = estimator()
     for step_s in steps_s:
-        asked.observe_step(step_s)
+        asked.observe_step(step_s, BATCH)
         asked.observe_checkpoint(1000, step_s)
     for fields in records:
         observe(asked, **fields)
@@ -339,7 +342,7 @@ def test_more_bytes_take_longer(
 
 def test_an_evaluation_that_may_come_before_the_boundary_counts() -> None:
     asked = estimator(eval={"every_steps": 100, "steps": 6})
-    asked.observe_step(2.0)
+    asked.observe_step(2.0, BATCH)
     asked.observe_done(50)
     assert asked.boundary_s() == BOUNDARY_STEPS * 2.0
     assert asked.boundary_s(94.0) == BOUNDARY_STEPS * 2.0, "47 steps, and two"
@@ -359,7 +362,7 @@ def test_an_evaluation_that_may_come_before_the_boundary_counts() -> None:
 def test_an_evaluation_in_a_handoff_does_not_make_its_boundary_long() -> None:
     """Of the seconds from 107 to 109, half was an evaluation."""
     asked = estimator(eval={"every_steps": 100, "steps": 6})
-    asked.observe_step(0.1)
+    asked.observe_step(0.1, BATCH)
     asked.observe_evaluation(108.0, 109.0)
     observe(asked)
     assert asked.boundary_s() == pytest.approx(1.0)
