@@ -119,8 +119,7 @@ class Checkpoints:
 
     def settle(self, limit_s: float) -> list[Found]:
         """The same, of all that they have said; waits for it, for so long at most."""
-        if not self._files.settle(limit_s):
-            log.warning("waited %g s for the files of checkpoints", limit_s)
+        self._files.settle(limit_s)
         return self.found()
 
     def close(self, limit_s: float, removals_s: float) -> None:

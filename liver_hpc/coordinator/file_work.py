@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Queue, SimpleQueue
 from typing import Generic, TypeVar
 
 from liver_hpc.checkpoint.index import INDEX_FILE
@@ -31,50 +30,44 @@ class FileWork(Generic[T]):
         self._what = what
         self._epoch = epoch
         self._wake = wake
-        self._tasks = SimpleQueue[Callable[[], T | None] | None]()
-        self._found: list[T] = []
-        self._to_do = 0
-        self._changed = threading.Condition()
+        self._tasks = Queue[Callable[[], T | None] | None]()
+        self._found = SimpleQueue[T]()
         quiet_thread(self._work, what)
 
     def do(self, task: Callable[[], T | None]) -> None:
         """Returns at once; from any thread."""
-        with self._changed:
-            self._to_do += 1
         self._tasks.put(task)
 
     def say(self, found: T) -> None:
         """What a task has found out that goes on."""
-        with self._changed:
-            self._found.append(found)
+        self._found.put(found)
         self._wake()
 
     def found(self) -> list[T]:
         """What has been found out since the last call."""
-        with self._changed:
-            found, self._found = self._found, []
-        return found
+        return [self._found.get() for _ in range(self._found.qsize())]
 
     def settle(self, limit_s: float) -> bool:
-        """Waits until nothing is to be done, for so long at most; whether it is so."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._to_do, limit_s)
+        """Waits until nothing is to be done, for so long at most; whether it is so, which the log
+        says where it is not."""
+        done = self._tasks.all_tasks_done
+        with done:
+            settled = done.wait_for(lambda: not self._tasks.unfinished_tasks, limit_s)
+        if not settled:
+            log.warning("waited %g s for %s; not all is done", limit_s, self._what)
+        return settled
 
     def close(self, limit_s: float) -> None:
-        """Waits likewise; the log says of what is left. The thread ends when it is done."""
-        if not self.settle(limit_s):
-            log.warning("waited %g s for %s; not all is done", limit_s, self._what)
+        """Waits likewise; the thread ends when all is done."""
+        self.settle(limit_s)
         self._tasks.put(None)
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
-            outcome = self._outcome(task)
-            with self._changed:
-                self._found += [] if outcome is None else [outcome]
-                self._to_do -= 1
-                self._changed.notify_all()
-            if outcome is not None:
-                self._wake()
+            if (outcome := self._outcome(task)) is not None:
+                self.say(outcome)
+            self._tasks.task_done()
+        self._tasks.task_done()
 
     def _outcome(self, task: Callable[[], T | None]) -> T | None:
         try:

@@ -127,8 +127,8 @@ class _AtOnce(FileWork[Found]):
     """A coordinator may die in what it does."""
 
     def do(self, task: Callable[[], Found | None]) -> None:
-        outcome = self._outcome(task)
-        self._found += [] if outcome is None else [outcome]
+        if (outcome := self._outcome(task)) is not None:
+            self.say(outcome)
 
 
 def opened(config: RunConfig, model: ModelSpec, directory: Path) -> Checkpoints:

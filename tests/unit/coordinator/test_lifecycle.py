@@ -258,7 +258,8 @@ def test_a_slow_disk_holds_up_nothing_but_the_end_of_the_run(
     monkeypatch.setattr(run.coordinator._checkpoints, "_made_of", slow)
     for worker, played in run.cluster.workers.items():
         played.say([m.Saved(worker=worker, generation=0, scalars=scalar_state(1))])
-    run.until(lambda: run.coordinator._checkpoints._files._to_do, "what has been saved")
+    files = run.coordinator._checkpoints._files
+    run.until(lambda: files._tasks.unfinished_tasks, "what has been saved")
     assert run.status()["state"] == "training"
     for worker, played in run.cluster.workers.items():
         played.say([m.Finished(worker=worker, step=1)])
