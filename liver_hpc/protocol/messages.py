@@ -651,29 +651,17 @@ class Reply(Message, type="reply"):
 VALUES_APART = ","
 
 
-class _StoreOperation(_Frozen):
-    """One operation of torch's Store interface; `value` is base64."""
+class StoreRequest(Message, type="store"):
+    """From a worker to its agent: one operation of torch's Store interface; `value` is base64.
+
+    number: which of the worker's requests it is; a connection that breaks loses them.
+    """
 
     operation: Literal["set", "get", "add", "wait", "check", "delete"]
     keys: tuple[str, ...]
     value: str = ""
     amount: int = 0
     timeout_s: float = 0.0
-
-
-class _StoreResult(_Frozen):
-    """What was asked for is in `value`, of several keys with VALUES_APART between, or in `count`.
-    `error` is empty on success; a timed-out wait lists the keys that never came."""
-
-    value: str = ""
-    count: int = 0
-    error: str = ""
-
-
-class StoreRequest(_StoreOperation, Message, type="store"):
-    """From a worker to its agent. number: which of the worker's requests it is; a connection that
-    breaks loses them."""
-
     number: int = 0
 
 
@@ -681,19 +669,26 @@ NO_STORE = "there is no coordinator just now, whose it is"
 """The error of a request of the store's that nobody is there to hear."""
 
 
-class StoreReply(_StoreResult, Message, type="store_reply"):
-    """From an agent to a worker: to request `number`."""
+class StoreReply(Message, type="store_reply"):
+    """From an agent to a worker: to request `number`.
 
+    What was asked for is in `value`, of several keys with VALUES_APART between, or in `count`.
+    `error` is empty on success; a timed-out wait lists the keys that never came.
+    """
+
+    value: str = ""
+    count: int = 0
+    error: str = ""
     number: int = 0
 
 
-class StoreAsk(_StoreOperation):
-    """An operation that workers ask for. askers: each by its id, with the request's number."""
+class StoreAsk(StoreRequest):
+    """A request of several workers. askers: each by its id, with its request's number."""
 
     askers: tuple[tuple[int, int], ...]
 
 
-class StoreAnswer(_StoreResult):
+class StoreAnswer(StoreReply):
     """To those who asked for the same."""
 
     askers: tuple[tuple[int, int], ...]
@@ -714,7 +709,7 @@ class StoreAsks(Message, type="store_asks"):
             asks.setdefault(same, (request, []))[1].append((worker, request.number))
         return cls(
             asks=tuple(
-                StoreAsk(**request.model_dump(exclude={"type", "number"}), askers=tuple(askers))
+                StoreAsk(**request.model_dump(exclude={"number"}), askers=tuple(askers))
                 for request, askers in asks.values()
             )
         )
@@ -729,7 +724,7 @@ class StoreAnswers(Message, type="store_answers"):
         """To whom, and what."""
         for answer in self.answers:
             for worker, number in answer.askers:
-                result = answer.model_dump(exclude={"askers"})
+                result = answer.model_dump(exclude={"askers", "number"})
                 yield worker, StoreReply(**result, number=number)
 
 
