@@ -127,24 +127,22 @@ class Recoveries:
         """`world` has lost a worker, or some of it have lost each other."""
         back = self._agents.rejoin(self._unseated)
         lingering = frozenset(self._agents.lingering)
-        self._now = _Recovery(world, world, reason, self._clock.now_s(), lingering)
+        self._now = now = _Recovery(world, world, reason, self._clock.now_s(), lingering)
         self._out.append(a.Note(f"recovery: {reason}"))
         done = self._handoffs.steps_done
         self._in_vain = 0 if done > self._furthest else self._in_vain + 1
         self._furthest = max(self._furthest, done)
         if self._in_vain >= MOST_ROUNDS:
-            self._give_up(f"{MOST_ROUNDS} recoveries have come no further than step {done}")
+            self._give_up(now, f"{MOST_ROUNDS} recoveries have come no further than step {done}")
             return
         wanted = [*world.rank_map.workers, *sorted(back), *sorted(lingering)]
         stay = {*wanted, *self._agents.spare(clearing=True)}
         here = filter(self._agents.agent_of, self._agents.present())
         others = [worker for worker in here if worker not in stay]
         self._agents.send(others, m.Exit(reason=f"no seat in {world}"))
-        self._halt(wanted)
+        self._halt(now, wanted)
 
-    def _halt(self, workers: Iterable[int]) -> None:
-        now = self._now
-        assert now is not None
+    def _halt(self, now: _Recovery, workers: Iterable[int]) -> None:
         now.rounds += 1
         wanted = [*workers]
         here = tuple(filter(self._agents.agent_of, wanted))  # without those that were told to go
@@ -152,7 +150,7 @@ class Recoveries:
         now.lost += [w for w in wanted if w not in now.held and w not in now.lingering]
         now.target = now.salvage = None
         if now.rounds > MOST_ROUNDS:
-            self._give_up(f"it has begun {MOST_ROUNDS} times")
+            self._give_up(now, f"it has begun {MOST_ROUNDS} times")
             return
         halt = m.Halt(generation=now.halting.generation, reason=now.reason)
         self._agents.send(here, halt)
@@ -162,7 +160,7 @@ class Recoveries:
         self._wait(limits.boundary_s)
         stay_s = limits.boundary_s + limits.prepare_s + limits.transfer_s
         self._elastic.nodes.linger(now.lingering, stay_s, self._clock.now_s())
-        self._refill_if_told()
+        self._refill_if_told(now)
 
     def halted(self, message: m.Halted) -> None:
         now = self._now
@@ -171,35 +169,34 @@ class Recoveries:
         if message.worker in now.held:  # else it was struck off before it said so
             now.held[message.worker] = message.held
             now.awaited.discard(message.worker)
-            self._refill_if_told()
+            self._refill_if_told(now)
 
     # ---- REFILLING
 
-    def _refill_if_told(self) -> None:
-        now = self._now
-        if now is None or now.awaited:
+    def _refill_if_told(self, now: _Recovery) -> None:
+        if now.awaited:
             return
         now.halted_s = self._clock.now_s()
         held = now.held
         salvage = newest(held)
         if salvage is None:
             kept = ", ".join(f"{w}: {_told(each)}" for w, each in sorted(held.items())) or "nobody"
-            self._give_up(f"no boundary is left whole in memory ({kept})")
+            self._give_up(now, f"no boundary is left whole in memory ({kept})")
             return
         if older := self._older_than_disk(now.source.rank_map, salvage.scalars.step):
-            self._give_up(older)
+            self._give_up(now, older)
             return
         able = [*(worker for worker in sorted(held) if worker not in now.lingering)]
         able += (spares := self._elastic.nodes.kept())
         layout = self._layout(now.source.rank_map.layout, len(able))
         if layout is None:
-            self._give_up(f"layouts has none for {len(able)} workers")
+            self._give_up(now, f"layouts has none for {len(able)} workers")
             return
         now.salvage = salvage
         try:
             rank_map = self._placed(now.source.rank_map, layout, able)
         except LiverError as error:
-            self._give_up(str(error))
+            self._give_up(now, str(error))
             return
         self._handoffs.generation += 1
         now.target = WorldRef(self._handoffs.generation, rank_map)
@@ -264,14 +261,15 @@ class Recoveries:
         assert now.salvage is not None
         rank_map, target = now.target.rank_map, now.target
         if found := difference(now.salvage, rank_map, now.refilled):
-            self._give_up(f"the world is not what the snapshots were: {found}")
+            self._give_up(now, f"the world is not what the snapshots were: {found}")
             return
         self._agents.send(sorted(now.involved), m.Proceed(generation=target.generation))
         known, step = self._handoffs.steps_done, now.salvage.scalars.step
         if known < step:
             self._out.append(a.Note(f"nobody has told of steps {known} to {step - 1}"))
         self._out.append(a.Record(self._record(now, target, now.salvage)))
-        self._forget(now)
+        for generation in range(now.source.generation, target.generation):
+            self._out.append(a.ForgetGeneration(generation))
         retry_s = self._config.policy.retry_s
         self._caught_up = max(known, step) + 1, self._clock.now_s() + retry_s
         self._now = self.deadline = None
@@ -295,11 +293,6 @@ class Recoveries:
             refilled_s=self._clock.now_s(),
         )
 
-    def _forget(self, now: _Recovery) -> None:
-        assert now.target is not None
-        for generation in range(now.source.generation, now.target.generation):
-            self._out.append(a.ForgetGeneration(generation))
-
     # ---- what goes wrong meanwhile
 
     def involves(self, worker: int) -> bool:
@@ -317,23 +310,20 @@ class Recoveries:
         if now.target is None:
             now.held.pop(worker, None)
             now.awaited.discard(worker)
-            self._refill_if_told()
+            self._refill_if_told(now)
         else:
-            self._again()
+            self._again(now, now.target)
 
     def broken(self, message: m.Broken) -> None:
         """A worker could not build or fill the world that is to train."""
         now = self._now
         if now is not None and now.target and message.generation == now.target.generation:
             now.reason = f"{now.reason}; worker {message.worker}: {message.reason}"
-            self._again()
+            self._again(now, now.target)
 
-    def _again(self) -> None:
-        now = self._now
-        assert now is not None
-        assert now.target is not None
-        now.halting, here = now.target, sorted({*now.involved, *now.unseated})
-        self._halt(worker for worker in here if worker not in now.lost)
+    def _again(self, now: _Recovery, target: WorldRef) -> None:
+        now.halting, here = target, sorted({*now.involved, *now.unseated})
+        self._halt(now, (worker for worker in here if worker not in now.lost))
 
     def tick(self) -> None:
         """Whoever has not answered in time is given up, too."""
@@ -346,9 +336,8 @@ class Recoveries:
             if self.involves(worker):
                 self.lost(worker, f"did not answer for {limit_s:g} s")
 
-    def _give_up(self, why: str) -> None:
-        now, self._now, self.deadline = self._now, None, None
-        assert now is not None
+    def _give_up(self, now: _Recovery, why: str) -> None:
+        self._now = self.deadline = None
         self._ended(f"{now.reason}; {why}", ())
 
     def _wait(self, limit_s: float) -> None:
