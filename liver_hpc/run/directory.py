@@ -374,10 +374,8 @@ def process_lives(pid: int, noted: Path | int | None = None) -> bool:
         return True
 
 
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    """Making one takes longer than reading the files of ten runs."""
-    return TypeAdapter(kind)
+_adapter = cache(TypeAdapter[Any])
+"""Making one takes longer than reading the files of ten runs."""
 
 
 def _read(path: Path, kind: type[Kind]) -> Kind | None:

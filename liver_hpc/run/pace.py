@@ -66,9 +66,7 @@ def _comparable(
     the worker, its node."""
     together = math.lcm(rank_map.layout.cp, rank_map.layout.ep)  # replicas
     groups: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for worker in rank_map.workers:
-        at = rank_map.coordinate_of(worker)
-        assert at is not None, "it is in the rank map"
+    for worker, at in zip(rank_map.workers, rank_map.layout.coordinates(), strict=True):
         groups[at.pp, at.replica // together].append(worker)
     stages: dict[int, list[tuple[float, int, str]]] = defaultdict(list)
     for (stage, _), members in groups.items():
