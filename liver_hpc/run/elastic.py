@@ -480,21 +480,18 @@ class ElasticPolicy:
 
     # ---- what is learnt
 
-    def undisturbed(self, step: StepDone, world: WorldRef) -> None:
-        """An undisturbed step shows how fast its layout is, but with a node that is drained, as
-        for straggling."""
-        if step.generation == world.generation:
-            took_s, batch = step.ended_s - step.started_s, batch_of(self._config.train, step.step)
-            on = map(self._agents.node_of, world.rank_map.workers if self.drained else ())
-            if self.drained.keys().isdisjoint(on):
-                self.estimates.policy.observe(world.rank_map.layout, took_s, batch)
-            self.estimates.handoffs.observe_step(took_s, batch)
-
-    def disturbed(self, step: StepDone, world: WorldRef) -> None:
-        """A step beside PREPARE shows what a handoff costs besides its pause."""
-        if step.generation == world.generation:
-            took_s, batch = step.ended_s - step.started_s, batch_of(self._config.train, step.step)
+    def step_done(self, step: StepDone, world: WorldRef, slowed: bool) -> None:
+        """A step of the world that trains shows how fast its layout is, but with a node that is
+        drained, as for straggling. One that PREPARE has `slowed` shows what a handoff costs besides
+        its pause."""
+        took_s, batch = step.ended_s - step.started_s, batch_of(self._config.train, step.step)
+        if slowed:
             self.estimates.handoffs.observe_slowed(took_s, batch)
+            return
+        on = map(self._agents.node_of, world.rank_map.workers if self.drained else ())
+        if self.drained.keys().isdisjoint(on):
+            self.estimates.policy.observe(world.rank_map.layout, took_s, batch)
+        self.estimates.handoffs.observe_step(took_s, batch)
 
     def handoff_ended(self, ended: Ended, source: WorldRef, record: ReconfigurationRecord) -> None:
         """How long handoffs take, and when, and whether, to try again."""

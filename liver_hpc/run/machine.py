@@ -270,7 +270,8 @@ class Run(Lifecycle):
         """A step, and with it perhaps scripted notices."""
         phase = self.recorder.step_done(message)
         self.elastic.estimates.policy.at_step(message.step + 1)
-        ours = self.world is not None and message.generation == self.world.generation
+        world = self.world
+        ours = world is not None and message.generation == world.generation
         if ours and message.snapshot is not None:
             self.recoveries.note_snapshot(message.generation, message.snapshot)
             self.agents.end_lingering(f"the snapshots of generation {message.generation} stand")
@@ -281,10 +282,8 @@ class Run(Lifecycle):
         self.elastic.estimates.handoffs.observe_done(message.step + 1)
         if phase:
             self._out.append(StepPhase(phase))
-            if phase == "prepare" and self.world is not None:
-                self.elastic.disturbed(message, self.world)
-        elif self.world is not None:
-            self.elastic.undisturbed(message, self.world)
+        if world is not None and ours and phase in ("", "prepare"):
+            self.elastic.step_done(message, world, slowed=bool(phase))
         for notice in self.elastic.queue.due(message.step):
             try:
                 self._ask(self.elastic.queue.of_notice(notice, self._clock.now_s()))
