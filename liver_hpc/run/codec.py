@@ -83,12 +83,8 @@ def decode_event(values: Mapping[str, Any]) -> Event:
         raise ConfigError(f"event {values.get('type')!r}: {error.errors()[0]['msg']}") from error
 
 
-_ATTEMPT = TypeAdapter(AttemptBegins)
-
-
-def decode_attempt(values: Mapping[str, Any]) -> AttemptBegins:
-    """The action that `encode` was given."""
-    return _ATTEMPT.validate_python(values)
+decode_attempt = TypeAdapter(AttemptBegins).validate_python
+"""The action that `encode` was given."""
 
 
 def memory_of(entries: Iterable[Entry]) -> Memory:

@@ -312,7 +312,7 @@ class Lifecycle:
         world = self.world
         owes = self._state is STOPPING and self._stop_saves and not self.agents.finished
         goes_on = self._state is TRAINING or owes
-        if not goes_on or world is None or not self.recoveries.possible(world):
+        if not goes_on or world is None or not self.recoveries.possible:
             self._fail(reason)
             return
         if owes:

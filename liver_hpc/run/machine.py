@@ -323,7 +323,7 @@ class Run(Lifecycle):
             reason = f"worker {message.worker}: {message.reason}"
             if self._state is RECOVERING:
                 self._out.append(Log(f"{reason}; that world is let go"))
-            elif self.handoffs.attempt is not None and self.recoveries.possible(self.world):
+            elif self.handoffs.attempt is not None and self.recoveries.possible:
                 self.handoffs.feed(WorkerLost(message.worker, message.reason))
             else:
                 self._lost_world(reason)

@@ -61,9 +61,9 @@ class _Recovery:
 class Recoveries:
     """The recovery in progress, if there is one.
 
-    owes_evaluation: whether an evaluation is due at the boundary after so many steps that was not
-    done. ended: called with the world that trains again, or with the reason why none does; and with
-    those that have no seat in it, and snapshots.
+    possible: whether a loss may be made good. owes_evaluation: whether an evaluation is due at the
+    boundary after so many steps that was not done. ended: called with the world that trains again,
+    or with the reason why none does; and with those that have no seat in it, and snapshots.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class Recoveries:
         ended: Callable[[WorldRef | str, tuple[int, ...]], None],
     ) -> None:
         self.deadline: Deadline | None = None
+        self.possible = config.snapshots.every_steps is not None
         self._config = config
         self._clock = clock
         self._elastic = elastic
@@ -95,10 +96,6 @@ class Recoveries:
     def describe(self) -> str:
         """What holds up every request now; empty when there is none."""
         return "" if self._now is None else f"recovery: {self._now.reason}"
-
-    def possible(self, world: WorldRef | None) -> bool:
-        """Whether a loss in this world may be made good."""
-        return self._config.snapshots.every_steps is not None and world is not None
 
     def note_snapshot(self, generation: int, step: int) -> None:
         """The snapshot of the boundary after `step` steps is complete on all workers."""
