@@ -137,11 +137,7 @@ class RequestQueue:
             return ReconfigurationRequest(OPERATOR, now_s, replace=asked.replace)
         if (asked.layout is None) == (asked.workers is None):
             raise RequestRefused("resize wants either a layout or a number of workers")
-        try:
-            layout = None if asked.layout is None else Layout.parse(asked.layout)
-        except ConfigError as error:
-            raise RequestRefused(str(error)) from error
-        return ReconfigurationRequest(OPERATOR, now_s, self._allowed(layout, asked.workers))
+        return ReconfigurationRequest(OPERATOR, now_s, self._allowed(asked.layout, asked.workers))
 
     def of_notice(self, notice: NoticeSection, now_s: float) -> ReconfigurationRequest:
         """What a scripted notice asks for; raises RequestRefused as `of_operator` does."""
@@ -168,8 +164,10 @@ class RequestQueue:
             if layout is not None:
                 self.asked = layout.workers
 
-    def _allowed(self, layout: Layout | None, workers: int | None) -> Layout:
+    def _allowed(self, layout: Layout | str | None, workers: int | None) -> Layout:
         try:
+            if isinstance(layout, str):
+                layout = Layout.parse(layout)
             layout = allowed_layout(self._config, layout, workers)
         except ConfigError as error:
             raise RequestRefused(str(error)) from error
