@@ -289,8 +289,8 @@ class Coordinator:
         known.clear()
         for node in {*nodes} - granted:
             self._feed(e.NodeGone(node, "it was taken while there was no coordinator"))
-        self._services.pool.want(left.wanted)
-        for node in left.avoided:
+        self._services.pool.want(max(0, self.core.elastic.wanted))
+        for node in self.core.elastic.drained:
             self._services.pool.avoid(node)
         for worker, conversation in left.conversations().items():
             self._registry.remember(worker, conversation)

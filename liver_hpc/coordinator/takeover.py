@@ -30,17 +30,13 @@ class Left:
     """A start whose coordinator is gone.
 
     core: where it stands. host: of the coordinator that is gone. listening: the agents that could
-    be talked to, by name; nodes: where agents were started. wanted: how many workers burst nodes
-    were asked for. avoided: nodes that operators want the run off. requests: how many operators
-    had asked.
+    be talked to, by name; nodes: where agents were started. requests: how many operators had asked.
     """
 
     core: Run
     host: str = ""
     listening: dict[str, e.AgentListens] = field(default_factory=dict)
     nodes: dict[str, str] = field(default_factory=dict)
-    wanted: int = 0
-    avoided: set[str] = field(default_factory=set)
     requests: int = 0
     _saved: list[dict[str, Any]] = field(default_factory=list)
     _sent: defaultdict[int, list[bytes]] = field(default_factory=lambda: defaultdict(list))
@@ -107,12 +103,6 @@ class Left:
             case a.ForgetGeneration():
                 of = action.generation
                 self._saved = [each for each in self._saved if each["generation"] != of]
-            case a.WantWorkers():
-                self.wanted = action.workers
-            case a.Avoid():
-                self.avoided.add(action.node)
-            case a.Readmit():
-                self.avoided.discard(action.node)
 
 
 def what_is_left(start: Iterable[Entry], new_core: Callable[[], Run]) -> Left | None:

@@ -44,7 +44,8 @@ class ElasticPolicy:
 
     drained: nodes that operators have drained, or the policy for them, held or not, each with the
     warning that held before and holds again once the drain is undone. burst_over: why no burst
-    nodes come any more; empty while they may.
+    nodes come any more; empty while they may. wanted: how many workers burst nodes were asked for
+    last; -1 before.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class ElasticPolicy:
         self._overtaken = -1  # the generation of the handoff that was called off last
         self._orphaned = -1  # of the one in progress when a coordinator was lost last
         self._again: ReconfigurationRequest | None = None  # has one more turn for a loss
-        self._wanted = -1
+        self.wanted = -1
 
     # ---- from one start to the next
 
@@ -446,8 +447,8 @@ class ElasticPolicy:
             self._out.append(a.GiveBack(held.node.name))
         steady = self.nodes.steady_slots(with_burst=False)
         wanted = max(0, self._most_workers() - steady)
-        if wanted != self._wanted:
-            self._wanted = wanted
+        if wanted != self.wanted:
+            self.wanted = wanted
             self._out.append(a.WantWorkers(wanted))
 
     def _unneeded(self, node: Node, idle_s: float) -> bool:
