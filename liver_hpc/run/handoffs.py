@@ -45,7 +45,7 @@ class Handoffs:
         self._machine = machine
         self._agents = nodes.agents
         self._nodes = nodes
-        self._recorder = recorder
+        self.recorder = recorder
         self._tell_ended = ended
         self._lingers = lingers
 
@@ -57,12 +57,7 @@ class Handoffs:
 
     @property
     def idle(self) -> bool:
-        return self._machine.phase is Phase.IDLE and self._recorder.attempt is None
-
-    @property
-    def steps_done(self) -> int:
-        """As far as the coordinator knows."""
-        return self._recorder.steps_done
+        return self._machine.phase is Phase.IDLE and self.recorder.attempt is None
 
     @property
     def can_be_cancelled(self) -> bool:
@@ -106,7 +101,7 @@ class Handoffs:
         return attempt is not None and worker in (*attempt.source_workers, *attempt.joiners)
 
     def status(self) -> HandoffStatus | None:
-        attempt, notes = self._machine.attempt, self._recorder.attempt
+        attempt, notes = self._machine.attempt, self.recorder.attempt
         if attempt is None or notes is None:
             return None
         return HandoffStatus(
@@ -142,7 +137,7 @@ class Handoffs:
         requested = Requested(
             *(self.generation, world, target, str(request), bounded, here, lingers, steps_s)
         )
-        self._recorder.attempt_begins(requested, request.made_s)
+        self.recorder.attempt_begins(requested, request.made_s)
         self.feed(requested)
 
     def joined(self, hello: m.Hello, generation: int) -> None:
@@ -162,9 +157,9 @@ class Handoffs:
 
     def progress(self, message: m.Progress) -> None:
         """How far a transfer has come; for the status alone."""
-        notes = self._recorder.attempt
+        notes = self.recorder.attempt
         if notes is not None and message.generation == notes.generation:
-            self._recorder.observe(message)
+            self.recorder.observe(message)
 
     def saved(self, step: int, problem: str = "") -> None:
         """A checkpoint was written, or given up; nothing to an attempt that waits for none."""
@@ -192,11 +187,11 @@ class Handoffs:
     def feed(self, event: Event) -> None:
         """Handles an event, and performs what the machine asks for."""
         before = self._machine.phase
-        self._recorder.observe(event)
+        self.recorder.observe(event)
         actions = self._machine.handle(event)
         attempt = self._machine.attempt
         if self._machine.phase is not before and attempt is not None:
-            self._recorder.entered(self._machine.phase, attempt.target)
+            self.recorder.entered(self._machine.phase, attempt.target)
         for action in actions:
             match action:
                 case LaunchJoiners():  # nothing else with it
@@ -218,7 +213,7 @@ class Handoffs:
 
     def _ended(self, ended: Ended) -> None:
         self.generation = max(self.generation, ended.world.generation)
-        record = self._recorder.attempt_ended(ended)
+        record = self.recorder.attempt_ended(ended)
         if ended.outcome != "completed":
             reason = f"the handoff to generation {ended.generation} is off"
             self._agents.dismiss(ended.generation, reason)

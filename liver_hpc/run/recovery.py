@@ -81,6 +81,7 @@ class Recoveries:
         self._clock = clock
         self._elastic = elastic
         self._handoffs = elastic.handoffs
+        self._recorder = elastic.handoffs.recorder
         self._agents = elastic.nodes.agents
         self._out = out
         self._owes_evaluation = owes_evaluation
@@ -126,7 +127,7 @@ class Recoveries:
         lingering = frozenset(self._agents.lingering)
         self._now = now = _Recovery(world, world, reason, self._clock.now_s(), lingering)
         self._out.append(a.Note(f"recovery: {reason}"))
-        done = self._handoffs.steps_done
+        done = self._recorder.steps_done
         self._in_vain = 0 if done > self._furthest else self._in_vain + 1
         self._furthest = max(self._furthest, done)
         if self._in_vain >= MOST_ROUNDS:
@@ -208,7 +209,7 @@ class Recoveries:
             saved=str(salvage.layout),
             holders=salvage.holders,
             scalars=salvage.scalars,
-            known=self._handoffs.steps_done,
+            known=self._recorder.steps_done,
             evaluate=self._owes_evaluation(salvage.scalars.step),
             save=self._owes_checkpoint(salvage.scalars.step),
         )
@@ -261,7 +262,7 @@ class Recoveries:
             self._give_up(now, f"the world is not what the snapshots were: {found}")
             return
         self._agents.send(sorted(now.involved), m.Proceed(generation=target.generation))
-        known, step = self._handoffs.steps_done, now.salvage.scalars.step
+        known, step = self._recorder.steps_done, now.salvage.scalars.step
         if known < step:
             self._out.append(a.Note(f"nobody has told of steps {known} to {step - 1}"))
         self._out.append(a.Record(self._record(now, target, now.salvage)))
@@ -283,7 +284,7 @@ class Recoveries:
             lost=",".join(map(str, sorted(set(now.lost)))),
             reason=now.reason,
             step=step,
-            steps_redone=max(0, self._handoffs.steps_done - step),
+            steps_redone=max(0, self._recorder.steps_done - step),
             rounds=now.rounds,
             noticed_s=now.noticed_s,
             halted_s=now.halted_s,
