@@ -197,7 +197,7 @@ class Hearing:
             case m.Saved() | m.Restored() | m.NotRestored():
                 self.feed(message, (worker, number))
                 self.saved_or_restored(message)
-            case _ if isinstance(message, e.FromWorker):
+            case _ if isinstance(message, m.WorkerEvent):
                 self.feed(message, (worker, number))
             case _:
                 self.feed(e.ShellFailed(f"worker {worker}: unexpected {message.type}"))

@@ -734,10 +734,12 @@ OfManyAtOnce = OfAttempt | Transports | Halted | Refilled
 """What all workers say in a handoff or a recovery, at nearly the same time."""
 OfRecovery = Broken | Halted | Refilled
 """What workers say of a world that has lost one."""
-FromWorker = (
-    Hello | StepDone | Evaluated | Verified | OfAttempt | Progress | Heartbeat | Finished | Saved
-    | Restored | NotRestored | Transports | OfRecovery | Unprotected
+WorkerEvent = (
+    Hello | StepDone | Evaluated | Verified | OfAttempt | Finished | Saved | Restored | NotRestored
+    | Transports | OfRecovery | Unprotected
 )  # fmt: skip
+"""What workers say that is an event of the run's core, and in its journal."""
+FromWorker = WorkerEvent | Progress | Heartbeat
 ToWorker = (
     Begin | Proceed | Halt | Refill | Prepare | Rehearse | Arm | Boundary | Verdict | Abort | Resume
     | Exit | Stop

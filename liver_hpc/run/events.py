@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from liver_hpc.protocol import messages as m
-from liver_hpc.protocol.events import FromParticipant
 
 # ---- the nodes that a run may hold
 
@@ -342,20 +341,6 @@ class Tick:
     """Time has passed: deadlines, and what waits for its time. Does nothing where none is due."""
 
 
-FromWorker = (
-    FromParticipant
-    | m.StepDone
-    | m.Evaluated
-    | m.Verified
-    | m.Saved
-    | m.Restored
-    | m.NotRestored
-    | m.Transports
-    | m.OfRecovery
-    | m.Unprotected
-)
-
-
 @dataclass(frozen=True)
 class SaidTogether:
     """What workers of one node have said at once of a handoff or a recovery: one event for the
@@ -367,7 +352,7 @@ class SaidTogether:
 
 PoolEvent = NodeGranted | NodeWarned | NodeGone | EndNear | PoolNote | BurstOver
 Event = (
-    FromWorker
+    m.WorkerEvent
     | SaidTogether
     | PoolEvent
     | CoordinatorStarted
