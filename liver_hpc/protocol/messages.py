@@ -746,7 +746,8 @@ ToWorker = (
 )  # fmt: skip
 ToAgent = StartWorkers | EndWorkers | EndWorker | Exit
 FromAgent = AgentHello | Warned | WorkerEnded | LaunchEnded | KeeperHello
-FromOperator = StatusRequest | ResizeRequest | ReplaceRequest | DrainRequest | StopRequest
+OperatorEvent = ResizeRequest | ReplaceRequest | DrainRequest | StopRequest
+FromOperator = StatusRequest | OperatorEvent
 AnyMessage = (
     Calls | Hears | FromWorker | ToWorker | ToAgent | FromAgent | FromOperator | Reply | YourTurn
     | StoreRequest | StoreReply | StoreAsks | StoreAnswers

@@ -236,7 +236,7 @@ class OperatorAsked:
     """An operator's request; `number` is what the answer is found by."""
 
     number: int
-    request: m.ResizeRequest | m.ReplaceRequest | m.DrainRequest | m.StopRequest
+    request: m.OperatorEvent
 
 
 @dataclass(frozen=True)

@@ -424,9 +424,7 @@ class Run(Lifecycle):
         within_s = self.stops_within_s if stops else None
         self._out.append(Answer(event.number, ok, text, within_s))
 
-    def _reply(
-        self, request: m.ResizeRequest | m.ReplaceRequest | m.DrainRequest | m.StopRequest
-    ) -> str:
+    def _reply(self, request: m.OperatorEvent) -> str:
         """What an operator is told; RequestRefused when the answer is no."""
         if isinstance(request, m.StopRequest):
             return self._stop(OPERATORS_STOP, request.checkpoint)
