@@ -89,7 +89,6 @@ class Hearing:
             if not self._is_new(peer, agent, part, message) or message is None:
                 continue
             if isinstance(message, m.OfManyAtOnce) and message.worker == peer:
-                self._log_times(message)
                 together.append((message, part.number))
                 continue
             self._feed_together(together)
@@ -226,14 +225,6 @@ class Hearing:
         """Nothing that it says from now on counts."""
         self.registry.drop(worker, reason)
         self.feed(e.WorkerGone(worker, reason))
-
-    def _log_times(self, message: m.OfManyAtOnce) -> None:
-        if not isinstance(message, m.Prepared | m.Vote | m.FirstStep):
-            return
-        if message.timings_s and log.isEnabledFor(logging.INFO):
-            timings_s = message.timings_s.items()
-            took = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in timings_s)
-            log.info("worker %d %s: %s", message.worker, message.type, took)
 
     def saved_or_restored(self, message: m.Saved | m.Restored | m.NotRestored) -> None:
         """A worker's part is on disk, or could not be written; or it holds what it read there, or

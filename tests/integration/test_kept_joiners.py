@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from liver_hpc.cli.client import request
 from liver_hpc.protocol.messages import ReplaceRequest, ResizeRequest
 from liver_hpc.protocol.status import StatusSnapshot
 from liver_hpc.report.store import RunRecords
+from liver_hpc.run.entries import JOURNAL_FILE, read_entries
 from tests.integration.elastic import losses
 from tests.integration.nodes import on_nodes, workers_of
 from tests.integration.runs import (
@@ -90,10 +90,13 @@ def test_a_standby_takes_the_seat_of_a_worker_whose_node_is_taken_away(
     wait_until(lambda: "n2" in pool.given_back, 10.0, "the node to be left")
     assert len(before & workers_of(run)) == 2, "who stays, and the standby in the leaver's place"
     watch(run, lambda status: status.spares == (3,), 30.0)
-    told = (run.path / "logs" / "coordinator.log").read_text()
-    prepared = re.search(r"worker 2 prepared: .*warm_up (\S+) s", told)
-    assert prepared is not None
-    assert float(prepared[1]) < 0.02
+    (prepared,) = (
+        each
+        for entry in read_entries(run.path / JOURNAL_FILE)
+        for each in entry.event.get("messages", (entry.event,))
+        if (each.get("type"), each.get("worker")) == ("prepared", 2)
+    )
+    assert prepared["timings_s"]["warm_up"] < 0.02
 
     records = stop_and_read(run)
     assert worst_difference(losses(records), losses(quiet)) <= 1e-4
