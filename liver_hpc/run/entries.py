@@ -30,7 +30,7 @@ COORDINATOR_STARTED = "coordinator_started"
 STEP_DONE = "step_done"
 
 _READ_BYTES = 2**20
-_TAIL_BYTES = 2**18
+_LOOK_BYTES = 2**18
 _BEGIN = re.compile(rb'\{"n":(\d+),"t":([^,]+),"event":\{"type":"(\w+)"')
 _CRC_BYTES = len(b',"crc":"1a2b3c4d"}\n')
 
@@ -176,7 +176,7 @@ def find_last(file: IO[bytes], mark: bytes, end: int) -> int:
     """Where a mark stands last in front of byte `end` of a file; -1 where it does not. Not by mmap:
     where the file system gives no bytes that kills the process, and here is an OSError."""
     while end > 0:
-        begin = max(0, end - _READ_BYTES)
+        begin = max(0, end - _LOOK_BYTES)
         file.seek(begin)
         if (at := file.read(end - begin).rfind(mark)) >= 0:
             return begin + at
@@ -185,20 +185,19 @@ def find_last(file: IO[bytes], mark: bytes, end: int) -> int:
 
 
 def last_step(path: Path) -> Entry | None:
-    """The newest training step, looked for near the journal's end alone: however long a run goes
-    on, this reads 256 KiB at most. None where there is no step in these, or it is damaged.
-    """
+    """The newest training step, looked for from the journal's end on. None where there is none, or
+    it is damaged."""
     return _newest(path, b'"event":{"type":"%s"' % STEP_DONE.encode())
 
 
 def steps_done(path: Path) -> int:
-    """As many steps as the newest one says are done, looked for there; 0 where there is none."""
+    """As many steps as the newest one says are done; 0 where there is none."""
     newest = last_step(path)
     return 0 if newest is None else int(newest.event["step"]) + 1
 
 
 def last_entry(path: Path) -> Entry | None:
-    """The newest entry of all, where it is no longer than that, and not damaged."""
+    """The newest entry of all, where it is not damaged."""
     return _newest(path, b"\n")
 
 
@@ -206,16 +205,11 @@ def _newest(path: Path, mark: bytes) -> Entry | None:
     """The last entry whose line has a mark."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            tail = file.read()
-    except OSError:
-        return None
-    end = tail.rfind(b"\n") + 1
-    at = tail.rfind(mark, 0, end)
-    line = tail[tail.rfind(b"\n", 0, max(at, 0)) + 1 : tail.find(b"\n", max(at, 0)) + 1]
-    try:
-        return next(decode([line], str(path))) if at >= 0 else None
-    except ConfigError:
+            whole = find_last(file, b"\n", os.fstat(file.fileno()).st_size) + 1
+            at = find_last(file, mark, whole)
+            file.seek(find_last(file, b"\n", max(at, 0)) + 1)
+            return next(decode([file.readline()], str(path))) if at >= 0 else None
+    except (OSError, ConfigError):
         return None
 
 

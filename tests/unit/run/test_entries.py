@@ -129,7 +129,7 @@ def test_the_last_start_is_read_alone_and_only_while_it_goes_on(
     path: Path, monkeypatch: pytest.MonkeyPatch, read_bytes: int
 ) -> None:
     """However many bytes are read at a time."""
-    monkeypatch.setattr(entries, "_READ_BYTES", read_bytes)
+    monkeypatch.setattr(entries, "_LOOK_BYTES", read_bytes)
     begun: dict[str, Any] = {"type": COORDINATOR_STARTED}
     said = {"type": "note", "text": '"event":{"type":"coordinator_started" {"type":"end"'}
     end = [{"type": "end", "state": "restart"}]
@@ -244,9 +244,16 @@ def test_the_newest_step_is_found_behind_others(path: Path, behind: bytes) -> No
     assert (found.number, found.event["step"]) == (1, 6)
 
 
-def test_where_there_is_no_step_nearby_there_is_none(path: Path) -> None:
+def test_the_newest_step_is_found_however_far_it_is(path: Path) -> None:
+    far = encode(0, 1.0, {"type": "step_done", "step": 5})
+    found = last_step(write(path, far, b"x" * 2**18 + b"\n"))
+    assert found is not None
+    assert found.event["step"] == 5
+
+
+def test_where_there_is_no_step_or_it_is_damaged_there_is_none(path: Path) -> None:
     assert last_step(path) is None
     assert last_step(write(path)) is None
-    far = encode(0, 1.0, {"type": "step_done", "step": 5})
-    assert last_step(write(path, far, b"x" * 2**18 + b"\n")) is None
-    assert last_step(write(path, far.replace(b"5", b"6", 1))) is None
+    assert last_step(write(path, encode(0, 1.0, {"type": "any"}))) is None
+    damaged = encode(0, 1.0, {"type": "step_done", "step": 5}).replace(b"5", b"6", 1)
+    assert last_step(write(path, damaged)) is None
