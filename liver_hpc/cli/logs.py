@@ -7,7 +7,6 @@ from pathlib import Path
 
 from liver_hpc.cli.following import Following, lines_of
 from liver_hpc.errors import ConfigError
-from liver_hpc.run.codec import FORGOTTEN
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.entries import JOURNAL_FILE, read_entries
 
@@ -37,7 +36,7 @@ def _workers_log(run: RunDirectory, worker: int) -> str:
     of a run counts from 0: the newest one's is meant."""
     known: dict[int, str] = {}
     journal = run.path / JOURNAL_FILE
-    for entry in read_entries(journal, bare=FORGOTTEN) if journal.exists() else ():
+    for entry in read_entries(journal) if journal.exists() else ():
         for action in entry.actions:
             if action["type"] == "admit":
                 names = (f"worker-{action['agent']}-{index}.log" for index in itertools.count())

@@ -45,7 +45,7 @@ from liver_hpc.rendezvous.mpi.network import MpiNetwork
 from liver_hpc.rendezvous.mpi.service import MpiRendezvous
 from liver_hpc.report.store import write_metrics
 from liver_hpc.run.actions import Ending
-from liver_hpc.run.codec import FORGOTTEN, memory_of
+from liver_hpc.run.codec import memory_of
 from liver_hpc.run.entries import (
     JOURNAL_FILE,
     Entry,
@@ -279,7 +279,7 @@ def _memory(journal: Path) -> Memory:
     """What the starts in other processes have left. What cannot be gone on with is kept under
     another name: a damaged journal. Raises JournalUnread."""
     try:
-        return memory_of(read_entries(journal, bare=FORGOTTEN))
+        return memory_of(read_entries(journal))
     except JournalUnread:
         raise
     except ConfigError as error:

@@ -21,10 +21,6 @@ ATTEMPT_BEGINS = "attempt_begins"
 RECORD_ALL = "record_all"
 RECORDS = ("record", RECORD_ALL)
 
-FORGOTTEN = ("step_done", "saved", "verified")
-"""Events, most of a journal, of which `memory_of` wants nothing: other entries have the generation
-of each world."""
-
 _TABLES = {kind: name for name, kind in TABLES.items()}
 
 

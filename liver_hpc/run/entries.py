@@ -10,16 +10,14 @@ string "NaN", "Infinity" or "-Infinity".
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 from zlib import crc32
 
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 from liver_hpc.errors import ConfigError
 
@@ -31,7 +29,6 @@ STEP_DONE = "step_done"
 
 _READ_BYTES = 2**20
 _LOOK_BYTES = 2**18
-_BEGIN = re.compile(rb'\{"n":(\d+),"t":([^,]+),"event":\{"type":"(\w+)"')
 _CRC_BYTES = len(b',"crc":"1a2b3c4d"}\n')
 
 Event = Mapping[str, Any]
@@ -70,16 +67,12 @@ class JournalReader:
     has been written, and goes on from there whenever it is asked for more. Where the line that was
     read last is not there any more, the journal was begun anew: it is read from its beginning.
 
-    bare: types of events that come with nothing but their type where no actions follow from them,
-    in less than half of the time.
-
     read_bytes: where the whole lines that have been read end. torn_bytes: how many followed the
     last of them; they are read once their line is whole.
     """
 
-    def __init__(self, path: Path, begin: int = 0, bare: Container[str] = ()) -> None:
+    def __init__(self, path: Path, begin: int = 0) -> None:
         self._path = path
-        self._bare = bare
         self._lines = 0
         self._last = b""
         self._following = None if begin else 0
@@ -104,7 +97,7 @@ class JournalReader:
             raise JournalUnread(f"{self._path} cannot be read: {error.strerror}") from error
         is_torn = bool(lines) and not lines[-1].endswith(b"\n")
         self.torn_bytes = len(lines.pop()) if is_torn else 0
-        entries = [*decode(lines, self._where, self._lines, self._bare)]
+        entries = [*decode(lines, self._where, self._lines)]
         for entry in entries:
             if self._following not in (None, entry.number):
                 raise ConfigError(
@@ -118,19 +111,16 @@ class JournalReader:
 
 
 def read_entries(
-    path: Path,
-    follow: Callable[[], bool] | None = None,
-    begin: int = 0,
-    bare: Container[str] = (),
+    path: Path, follow: Callable[[], bool] | None = None, begin: int = 0
 ) -> Iterator[Entry]:
     """All entries of a journal, also of one that is being written; or those from a byte on, at
     which a line begins.
 
     What follows the last whole line was not written to its end: it is left out, and the log says
     so. follow: called at the end of the file; where it returns True there may be more by then.
-    bare: see `JournalReader`. Raises what `JournalReader.more` does.
+    Raises what `JournalReader.more` does.
     """
-    reader = JournalReader(path, begin, bare)
+    reader = JournalReader(path, begin)
     while (entries := reader.more()) or (follow is not None and follow()):
         yield from entries
     if reader.torn_bytes:
@@ -213,13 +203,8 @@ def _newest(path: Path, mark: bytes) -> Entry | None:
         return None
 
 
-def decode(
-    lines: Sequence[bytes], where: str, lines_before: int = 0, bare: Container[str] = ()
-) -> Iterator[Entry]:
-    """The entries of whole lines; many are read together, which takes half the time. bare: see
-    `JournalReader`. Raises ConfigError for a damaged line."""
-    entries: list[Entry | None] = []
-    in_full: list[bytes] = []
+def decode(lines: Iterable[bytes], where: str, lines_before: int = 0) -> Iterator[Entry]:
+    """The entries of whole lines. Raises ConfigError for a damaged line."""
     for number, line in enumerate(lines, start=lines_before + 1):
         wanted, got = b',"crc":"%08x"}\n' % crc32(line[:-_CRC_BYTES]), line[-_CRC_BYTES:]
         if got != wanted:
@@ -227,27 +212,10 @@ def decode(
                 f"{where} {number} is damaged: wanted it to end in {wanted.decode().strip()}, "
                 f"got {got.decode('ascii', 'replace').strip()}"
             )
-        entry = _bare_entry(line, bare) if bare else None
-        entries.append(entry)
-        if entry is None:
-            in_full.append(line)
-    found = iter(json.loads(b"[%s]" % b",".join(in_full)))
-    return (_entry(next(found)) if entry is None else entry for entry in entries)
-
-
-def _bare_entry(line: bytes, bare: Container[str]) -> Entry | None:
-    """Of a line whose event is one of `bare`, with nothing of the event but its type."""
-    begin = _BEGIN.match(line)
-    # Within a string each quote has a backslash before it.
-    if begin is None or begin[3].decode() not in bare or b',"actions":' in line:
-        return None
-    return Entry(int(begin[1]), float(begin[2]), {"type": begin[3].decode()}, [])
-
-
-def _entry(found: Mapping[str, Any]) -> Entry:
-    return Entry(
-        found["n"], found["t"], found["event"], found.get("actions", []), found.get("said", 0)
-    )
+        found = from_json(line)
+        yield Entry(
+            found["n"], found["t"], found["event"], found.get("actions", []), found.get("said", 0)
+        )
 
 
 def torn_text(num_bytes: int) -> str:

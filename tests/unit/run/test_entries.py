@@ -66,19 +66,6 @@ def test_an_entry_comes_back_as_it_was(
     assert [*decode([line], "here")] == [Entry(number, at_s, event, actions)]
 
 
-@given(st.integers(0, 2**40), st.floats(0, 2e9), DOCUMENTS, st.lists(DOCUMENTS, max_size=2))
-def test_a_bare_entry_has_its_number_its_time_and_its_type(
-    number: int, at_s: float, event: dict[str, Any], actions: list[dict[str, Any]]
-) -> None:
-    event = {"type": "any", **event}
-    lines = [encode(n, at_s, event, actions) for n in (number, number + 1)]
-    lines.insert(1, encode(7, 1.0, {"type": "other", "values": event}))
-    same = Entry(number, at_s, event if actions else {"type": "any"}, actions)
-    between = Entry(7, 1.0, {"type": "other", "values": event}, [])
-    read = [*decode(lines, "here", bare=("any",))]
-    assert read == [same, between, same._replace(number=number + 1)]
-
-
 def test_a_number_that_is_not_finite_is_a_word() -> None:
     event = {"type": "step_done", "loss": math.nan, "more": [math.inf, {"less": -math.inf}]}
     (entry,) = decode([encode(0, 0.0, event)], "here")
