@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +27,6 @@ class BufferPlace:
             raise PlanError(f"{type(self.module).__name__} has dropped its buffer {self.name}")
         assert isinstance(tensor, torch.Tensor)
         return tensor
-
-    def copy(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The buffer, and its values."""
-        return self.tensor, self.tensor.clone()
 
     def put(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
         """Puts a buffer back, with these values.
@@ -58,3 +55,14 @@ def all_buffers(modules: Iterable[Any]) -> list[BufferPlace]:
         if buffer is not None
     ]
     return list({id(place.tensor): place for place in places}.values())
+
+
+@contextmanager
+def kept(modules: Iterable[Any]) -> Iterator[None]:
+    """At its end the buffers of modules are in their places, with the values that they had."""
+    before = [(place, place.tensor, place.tensor.clone()) for place in all_buffers(modules)]
+    try:
+        yield
+    finally:
+        for place, tensor, values in before:
+            place.put(tensor, values)

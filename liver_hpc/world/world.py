@@ -38,10 +38,8 @@ from liver_hpc.world import (
     thread,
 )
 from liver_hpc.world.batches import Batches
-from liver_hpc.world.chunks import wrapped
+from liver_hpc.world.chunks import clear_caches, forget, undisturbed, wrapped
 from liver_hpc.world.device import Device
-from liver_hpc.world.evaluate import undisturbed
-from liver_hpc.world.forget import clear_caches, forget
 from liver_hpc.world.forward_times import new_timer
 from liver_hpc.world.groups import GroupBook
 from liver_hpc.world.rehearsed import Shapes
@@ -202,20 +200,17 @@ class World:
         self.gradients_are_clear = True
 
     def _rehearse(self, micro_batches: int) -> None:
-        kept = [(place, *place.copy()) for place in buffers.all_buffers(self.chunks)]
-        with torch.no_grad():  # they may be NaN as yet, and a model may look at what it computes
-            for parameter in itertools.chain(*(chunk.parameters() for chunk in self.chunks)):
-                parameter.fill_(1 / max([1, *parameter.shape[1:]]))
-        quiet = dropout.no_dropout(self.chunks)
-        with thread.rehearsal(), quiet:
-            self.forward_backward(0, most=micro_batches)
-            self.update(0)
-        clear_caches(self.chunks)
-        megatron.begin_again(self.chunks)
-        self.renew_untrained()  # raises where a step leaves other buffers than it found
-        self._clear_gradients()
-        for place, tensor, values in kept:
-            place.put(tensor, values)
+        with buffers.kept(self.chunks):
+            with torch.no_grad():  # may be NaN as yet, and a model may look at what it computes
+                for parameter in itertools.chain(*(chunk.parameters() for chunk in self.chunks)):
+                    parameter.fill_(1 / max([1, *parameter.shape[1:]]))
+            with thread.rehearsal(), dropout.no_dropout(self.chunks):
+                self.forward_backward(0, most=micro_batches)
+                self.update(0)
+            clear_caches(self.chunks)
+            megatron.begin_again(self.chunks)
+            self.renew_untrained()  # raises where a step leaves other buffers than it found
+            self._clear_gradients()
         self.renew_untrained()
 
     def close(self, spared: frozenset[int] = frozenset()) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from liver_hpc.world.buffers import all_buffers
-from liver_hpc.world.evaluate import undisturbed
+from liver_hpc.world import buffers
+from liver_hpc.world.chunks import undisturbed
 
 
 class Counts(torch.nn.Module):
@@ -27,10 +27,8 @@ class Counts(torch.nn.Module):
 def test_what_a_forward_replaces_by_its_like_is_put_back(persistent: bool) -> None:
     module = Counts(persistent)
     before = module.count
-    kept = [(place, *place.copy()) for place in all_buffers([module])]
-    module()
-    for place, tensor, values in kept:
-        place.put(tensor, values)
+    with buffers.kept([module]):
+        module()
     assert module.count is before
     assert module.count.tolist() == [0.0, 0.0]
 
