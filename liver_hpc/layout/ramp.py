@@ -111,7 +111,9 @@ def _stretches(ramp: RampupSection | None, whole: int) -> tuple[Stretch, ...]:
     found, step, sample = list[Stretch](), 0, 0
     while (batch := _batch_after(ramp, whole, sample)) < whole:
         found.append(Stretch(step, sample, batch))
-        steps = -(-(_grows_at(ramp, whole, batch) - sample) // batch)
+        # How many begin with this batch, before the first one that has more.
+        until = range(sample, sample + ramp.samples + 2 * batch, batch)
+        steps = bisect_right(until, batch, key=lambda each: _batch_after(ramp, whole, each))
         step, sample = step + steps, sample + steps * batch
     return (*found, Stretch(step, sample, whole))
 
@@ -122,14 +124,3 @@ def _batch_after(ramp: RampupSection, whole: int, sample: int) -> int:
         return whole
     share = ramp.samples / ((whole - ramp.start) // ramp.increment)
     return ramp.start + int(sample / share) * ramp.increment
-
-
-def _grows_at(ramp: RampupSection, whole: int, batch: int) -> int:
-    """The least number of samples after which a step has more than `batch`, which is less than the
-    whole: as exact arithmetic says, or one beside that."""
-    count = (whole - ramp.start) // ramp.increment
-    shares = (batch - ramp.start) // ramp.increment + 1
-    sample = max(0, -(-shares * ramp.samples // count) - 1)
-    while _batch_after(ramp, whole, sample) <= batch:
-        sample += 1
-    return sample
