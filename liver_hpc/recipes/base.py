@@ -22,10 +22,9 @@ from liver_hpc.config.completion import Derived
 from liver_hpc.config.problems import KeyPath, key_text, validated
 from liver_hpc.config.schema import RunConfig, Section
 from liver_hpc.errors import ConfigError
-from liver_hpc.layout.consistency import contradictions
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.ramp import samples_before
-from liver_hpc.layout.tensors import ModelSpec, TensorSpec
+from liver_hpc.layout.tensors import ModelSpec, TensorSpec, contradictions
 
 if TYPE_CHECKING:
     import torch
