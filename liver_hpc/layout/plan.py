@@ -119,8 +119,7 @@ class Copies:
         replicas = self._replicas
         rest, tp = divmod(number, self._on_tp)
         stage, replica = divmod(rest, len(replicas))
-        split = self.model.tensors[self.tensor_index].tp_dim is not None
-        for tp_rank in range(self.layout.tp) if split else (tp,):
+        for tp_rank in range(self.layout.tp) if self._on_tp == 1 else (tp,):
             seat = Coordinate(tp_rank, self._stages[stage], replicas[replica])
             if self.kind == PARAMETER:
                 yield seat
@@ -220,27 +219,34 @@ class Handoff:
             for to in self.target.on_node(node):
                 if needs.has_part(to) and self._copy_for(copies, to) == number:
                     yield to
-        for to in self._in_turn(copies, number, own):
+        turn = number, len(copies)
+        for to in takers(self.model, self.target.layout, (kind, tensor_index), own, turn):
             if not self._copies_on(copies, self.target.node_at(to)):
                 yield to
 
-    def _in_turn(self, copies: Copies, number: int, own: Sequence[Box]) -> Iterator[Coordinate]:
-        """Those whose turn it is to take from a copy, wherever it is; for optimizer state see
-        `_askers`."""
-        layout, model = self.target.layout, self.model
-        kind, tensor_index, turns = copies.kind, copies.tensor_index, len(copies)
-        holders = model.holders(tensor_index, layout)
-        for stage in model.stages_of(tensor_index, layout):
-            for tp in range(layout.tp):
-                seat = Coordinate(tp, stage, 0)
-                first = (number - _turn(tensor_index, seat)) % turns
-                asking = range(first, layout.replicas, turns)
-                replicas = [replica for replica in asking if replica in holders]
-                if kind != PARAMETER:
-                    owners = optimizer_owners(model, layout, seat, tensor_index, own)
-                    replicas = [replica for replica in owners if replica in asking]
-                for replica in replicas:
-                    yield seat._replace(replica=replica)
+
+def takers(
+    model: ModelSpec,
+    layout: Layout,
+    state: tuple[str, int],
+    own: Sequence[Box],
+    turn: tuple[int, int] = (0, 1),
+) -> Iterator[Coordinate]:
+    """The coordinates of a layout that hold a kind of a tensor; of optimizer state those alone that
+    may need a part of `own`. state: the kind, and the tensor's index. turn: which one, of how many:
+    those alone that have it."""
+    (kind, tensor_index), (number, turns) = state, turn
+    holders = model.holders(tensor_index, layout)
+    for stage in model.stages_of(tensor_index, layout):
+        for tp in range(layout.tp):
+            seat = Coordinate(tp, stage, 0)
+            asking = range((number - _turn(tensor_index, seat)) % turns, layout.replicas, turns)
+            replicas = [replica for replica in asking if replica in holders]
+            if kind != PARAMETER:
+                owners = optimizer_owners(model, layout, seat, tensor_index, own)
+                replicas = [replica for replica in owners if replica in asking]
+            for replica in replicas:
+                yield seat._replace(replica=replica)
 
 
 def _turn(tensor_index: int, to: Coordinate) -> int:
@@ -263,24 +269,20 @@ def transfer_plan(model: ModelSpec, source: RankMap, target: RankMap, worker: in
     when the source does not hold all that the target needs.
     """
     handoff = Handoff(model, source, target)
-    incoming = _moves(model, target, worker, handoff.incoming)
-    return TransferPlan(
+    return TransferPlan.of(
         worker,
-        sends=tuple(_moves(model, source, worker, handoff.outgoing)),
-        receives=tuple(move for move in incoming if move.sender != worker),
-        local=tuple(move for move in incoming if move.sender == worker),
+        moves_at(model, source.layout, source.coordinate_of(worker), handoff.outgoing),
+        moves_at(model, target.layout, target.coordinate_of(worker), handoff.incoming),
     )
 
 
-def _moves(model: ModelSpec, rank_map: RankMap, worker: int, moves_of: MovesOf) -> list[Move]:
-    """The moves of all that a worker of a rank map holds, sorted."""
-    at = rank_map.coordinate_of(worker)
-    return [] if at is None else sorted(moves_at(model, rank_map.layout, at, moves_of))
-
-
-def moves_at(model: ModelSpec, layout: Layout, at: Coordinate, moves_of: MovesOf) -> Iterator[Move]:
-    """The moves of all that a coordinate holds; those of optimizer state are planned once for all
-    its kinds."""
+def moves_at(
+    model: ModelSpec, layout: Layout, at: Coordinate | None, moves_of: MovesOf
+) -> Iterator[Move]:
+    """The moves of all that a coordinate holds, none without one; those of optimizer state are
+    planned once for all its kinds."""
+    if at is None:
+        return
     planned, *others = model.optimizer_kinds
     for index in model.held_tensors(layout, at):
         yield from moves_of(PARAMETER, index, at)

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap, alone
-from liver_hpc.layout.ownership import optimizer_owners, owned_boxes
-from liver_hpc.layout.plan import Copies, common_boxes, moves_at
+from liver_hpc.layout.ownership import owned_boxes
+from liver_hpc.layout.plan import Copies, common_boxes, moves_at, takers
 from liver_hpc.layout.tensors import (
     EXP_AVG,
     MAIN,
@@ -137,24 +137,11 @@ class Refill:
         Both ends of every pair derive the same moves, without communication. Raises PlanError where
         the saved layout does not hold all that the target needs.
         """
-        seat = self.target.coordinate_of(worker)
-        incoming: list[Move] = []
-        if seat is not None:
-            incoming = sorted(moves_at(self.model, self.target.layout, seat, self._incoming))
-        sends = [
-            move
-            for rank, holder in enumerate(self.holders)
-            if holder == worker
-            for move in moves_at(
-                self.model, self.saved, self.saved.coordinate(rank), self._outgoing
-            )
-        ]
-        return TransferPlan(
-            worker,
-            sends=tuple(sorted(sends)),
-            receives=tuple(move for move in incoming if move.sender != worker),
-            local=tuple(move for move in incoming if move.sender == worker),
-        )
+        model, saved, seat = self.model, self.saved, self.target.coordinate_of(worker)
+        given = (rank for rank, holder in enumerate(self.holders) if holder == worker)
+        outgoing = (moves_at(model, saved, saved.coordinate(r), self._outgoing) for r in given)
+        incoming = moves_at(model, self.target.layout, seat, self._incoming)
+        return TransferPlan.of(worker, chain.from_iterable(outgoing), incoming)
 
     def _incoming(self, kind: str, tensor_index: int, to: Coordinate) -> Iterator[Move]:
         needed = owned_boxes(self.model, self.target.layout, to, kind, tensor_index)
@@ -174,21 +161,9 @@ class Refill:
             return
         own = owned_boxes(self.model, self.saved, at, shared, tensor_index)
         holder = self.holders[self.saved.rank(at)]
-        for to in self._askers(kind, tensor_index, own):
+        for to in takers(self.model, self.target.layout, (kind, tensor_index), own):
             receiver = self.target.worker_at(to)
             if receiver != holder:
                 needed = owned_boxes(self.model, self.target.layout, to, kind, tensor_index)
                 for part in common_boxes(own, needed):
                     yield Move(tensor_index, kind, part, holder, receiver)
-
-    def _askers(self, kind: str, tensor_index: int, own: Sequence[Box]) -> Iterator[Coordinate]:
-        """The target coordinates that may need a part of `own`."""
-        model, layout = self.model, self.target.layout
-        for stage in model.stages_of(tensor_index, layout):
-            for tp in range(layout.tp):
-                seat = Coordinate(tp, stage, 0)
-                replicas: Sequence[int] = model.holders(tensor_index, layout)
-                if kind != PARAMETER:
-                    replicas = optimizer_owners(model, layout, seat, tensor_index, own)
-                for replica in replicas:
-                    yield seat._replace(replica=replica)

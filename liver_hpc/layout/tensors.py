@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
@@ -286,3 +286,11 @@ class TransferPlan:
     sends: tuple[Move, ...]
     receives: tuple[Move, ...]
     local: tuple[Move, ...]
+
+    @classmethod
+    def of(cls, worker: int, outgoing: Iterable[Move], incoming: Iterable[Move]) -> TransferPlan:
+        """What is incoming from the worker itself is copied."""
+        receives, local = list[Move](), list[Move]()
+        for move in sorted(incoming):
+            (local if move.sender == worker else receives).append(move)
+        return cls(worker, tuple(sorted(outgoing)), tuple(receives), tuple(local))
