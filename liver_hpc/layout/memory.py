@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,20 +23,26 @@ def worker_bytes(model: ModelSpec, layout: Layout, at: Coordinate) -> dict[str, 
 
     Neither activations nor padding nor communication buffers are counted.
     """
-    held = model.held_tensors(layout, at)
-    counted = {PARAMETER: 0, GRADIENT: 0}
-    for index in held:
-        elements = math.prod(local_shape(model.tensors[index], layout.tp))
-        counted[PARAMETER] += elements * model.element_bytes(PARAMETER, index)
-        if model.tensors[index].role == "trained":
-            counted[GRADIENT] += elements * model.gradient_bytes
+    parameters, gradients = _of_all_replicas(model, layout, at)
+    counted = {PARAMETER: parameters, GRADIENT: gradients}
     for kind in model.optimizer_kinds:
         counted[kind] = sum(
             box.elements * model.element_bytes(kind, index)
-            for index in held
+            for index in model.held_tensors(layout, at)
             for box in owned_boxes(model, layout, at, kind, index)
         )
     return counted
+
+
+def _of_all_replicas(model: ModelSpec, layout: Layout, at: Coordinate) -> tuple[int, int]:
+    """Bytes of parameters and of gradients, which every replica holds."""
+    parameters = gradients = 0
+    for index in model.held_tensors(layout, at):
+        tensor = model.tensors[index]
+        elements = math.prod(local_shape(tensor, layout.tp))
+        parameters += elements * model.element_bytes(PARAMETER, index)
+        gradients += elements * model.gradient_bytes if tensor.role == "trained" else 0
+    return parameters, gradients
 
 
 def stage_workers(model: ModelSpec, layout: Layout) -> list[dict[str, int]]:
@@ -58,34 +63,20 @@ def fullest_worker(model: ModelSpec, layout: Layout) -> dict[str, int]:
     return max(stage_workers(model, layout), key=lambda counted: sum(counted.values()))
 
 
-class _Fill(NamedTuple):
-    """How much of its tensors the first of a bucket's ranks has: `elements` at slices that end at
-    `ends`, in between as on a straight line.
-
-    share: so many replicas have one rank.
-    """
-
-    share: int
-    ends: tuple[int, ...]
-    elements: tuple[int, ...]
+_Fill = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""How much of its tensors the first of a bucket's ranks has: how many replicas have one rank; ends
+of slices, and elements at each, in between as on a straight line."""
 
 
 @lru_cache(maxsize=4096)
 def _stage_kinds(model: ModelSpec, least: Layout) -> frozenset[tuple[int, int, tuple[_Fill, ...]]]:
-    """Of each different stage: bytes of parameters and of gradients, which every replica holds, and
-    the optimizer's buckets."""
+    """Of each different stage: `_of_all_replicas`, and the optimizer's buckets."""
     found = set()
     for stage in range(least.pp):
-        parameters = gradients = 0
-        for index in model.held_tensors(least, Coordinate(0, stage, 0)):
-            tensor = model.tensors[index]
-            elements = math.prod(local_shape(tensor, least.tp))
-            parameters += elements * model.element_bytes(PARAMETER, index)
-            gradients += elements * model.gradient_bytes if tensor.role == "trained" else 0
         fills = [_fill(spans.values(), 1) for spans in buckets(model, least, stage)]
         if least.ep > 1:
             fills += [_fill(spans.values(), least.ep) for spans in buckets(model, least, stage, 0)]
-        found.add((parameters, gradients, tuple(fills)))
+        found.add((*_of_all_replicas(model, least, Coordinate(0, stage, 0)), tuple(fills)))
     return frozenset(found)
 
 
@@ -94,7 +85,7 @@ def _fill(spans: Iterable[tuple[int, int]], share: int) -> _Fill:
     for start, end in sorted(spans):
         ends += [start, end]
         elements += [elements[-1], elements[-1] + end - start]
-    return _Fill(share, tuple(ends), tuple(elements))
+    return share, tuple(ends), tuple(elements)
 
 
 def stage_parts(
