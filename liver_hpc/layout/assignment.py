@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,7 +97,8 @@ class Problem:
 
     def _deal(self, chosen: list[int | None], flow: NDArray[np.int64]) -> None:
         """Gives units without a bin one of a sort, so many of each kind."""
-        free = self._free(chosen)
+        used = [number for number in chosen if number is not None]
+        free = self.slots - np.bincount(used, minlength=len(self.slots))
         bins: list[list[int]] = [[] for _ in range(len(flow))]
         for number, sort in enumerate(self.sorts):
             bins[sort] += [number] * int(free[number])
@@ -125,7 +125,3 @@ class Problem:
             for unit, number in zip(units, sorted(bins), strict=True):
                 dealt[unit] = number
         return dealt
-
-    def _free(self, chosen: Sequence[int | None]) -> NDArray[np.int64]:
-        used = [number for number in chosen if number is not None]
-        return self.slots - np.bincount(used, minlength=len(self.slots))

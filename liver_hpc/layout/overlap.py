@@ -141,10 +141,9 @@ class Overlap:
         """[source.workers, target.workers], 1 where both are the same coordinate: next to bytes it
         decides only where these make no difference."""
         source, target = self._source, self._target
-        return incidence(
-            [[target.rank(at)] if _exists(target, at) else [] for at in source.coordinates()],
-            target.workers,
-        )
+        theirs = {at: rank for rank, at in enumerate(target.coordinates())}
+        seats = ([theirs[at]] if at in theirs else [] for at in source.coordinates())
+        return incidence([*seats], target.workers)
 
     def _rows(self, is_source: bool, grid: int, longest: int) -> _Rows:
         """All shards' intervals of the source or the target, sorted along one axis.
@@ -200,10 +199,6 @@ class _Rows(NamedTuple):
 def place_of(layout: Layout, at: Coordinate) -> int:
     """The number of a coordinate's place, which all have that hold the same parameters."""
     return at.tp + layout.tp * (layout.ep_rank(at) + layout.ep * at.pp)
-
-
-def _exists(layout: Layout, at: Coordinate) -> bool:
-    return at.tp < layout.tp and at.pp < layout.pp and at.replica < layout.replicas
 
 
 def incidence(groups: Sequence[Iterable[int]], members: int) -> csr_array:

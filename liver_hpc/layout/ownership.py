@@ -132,40 +132,29 @@ def buckets(
     model: ModelSpec, layout: Layout, stage: int, home: int | None = None
 ) -> Iterator[dict[int, tuple[int, int]]]:
     """Where the trained tensors of a stage lie in their buckets, bucket by bucket: start and end,
-    in elements; the same for any dp. home: as `stage_shards` has it."""
-    for number, chunk in enumerate(model.chunks(layout, stage)):
-        indices = [
-            index
-            for index in reversed(chunk)
-            if model.tensors[index].role == "trained" and model.home(index, layout) == home
-        ]
-        fills_at = model.bucket_elements if stage == number == 0 else None
-        yield from _buckets(model, layout, indices, fills_at)
+    in elements; the same for any dp. home: as `stage_shards` has it.
 
-
-def _buckets(
-    model: ModelSpec, layout: Layout, indices: Iterable[int], fills_at: int | None
-) -> Iterator[dict[int, tuple[int, int]]]:
-    """Where tensors of a chunk lie in their buckets.
-
-    A tied embedding that is on two stages has a bucket of its own; another bucket is begun where
-    one has reached `fills_at` elements.
+    A tied embedding that is on two stages has a bucket of its own; in the first chunk of the first
+    stage another one is begun where one has reached `bucket_elements`.
     """
-    spans: dict[int, tuple[int, int]] = {}
-    end = 0
-    for index in indices:
-        alone = len(model.stages_of(index, layout)) > 1
-        if alone and spans:
+    for number, chunk in enumerate(model.chunks(layout, stage)):
+        fills_at = model.bucket_elements if stage == number == 0 else None
+        spans, end = dict[int, tuple[int, int]](), 0
+        for index in reversed(chunk):
+            if model.tensors[index].role != "trained" or model.home(index, layout) != home:
+                continue
+            alone = len(model.stages_of(index, layout)) > 1
+            if alone and spans:
+                yield spans
+                spans, end = {}, 0
+            start = _round_up(end, PARAMETER_ALIGNMENT)
+            end = start + math.prod(local_shape(model.tensors[index], layout.tp))
+            spans[index] = start, end
+            if alone or (fills_at is not None and end >= fills_at):
+                yield spans
+                spans, end = {}, 0
+        if spans:
             yield spans
-            spans, end = {}, 0
-        start = _round_up(end, PARAMETER_ALIGNMENT)
-        end = start + math.prod(local_shape(model.tensors[index], layout.tp))
-        spans[index] = start, end
-        if alone or (fills_at is not None and end >= fills_at):
-            yield spans
-            spans, end = {}, 0
-    if spans:
-        yield spans
 
 
 def optimizer_interval(
