@@ -16,7 +16,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,26 +98,16 @@ class Room(NamedTuple):
     peak_bytes: int
 
 
-@dataclass(frozen=True)
 class Device:
     """A torch device, and the process-group backend that goes with it."""
 
-    torch_device: torch.device
-    _parked: list[tuple[Callable[[], bool], object]] = field(
-        default_factory=list, init=False, repr=False, compare=False
-    )
-    _peak_bytes: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
-    """Of the last step beside which there was nothing else; empty before one."""
-    _beside: set[int] = field(default_factory=set, init=False, repr=False, compare=False)
-    """The attempts, by generation, that have memory beside the world that trains."""
-    _disturbed: threading.Event = field(
-        default_factory=threading.Event, init=False, repr=False, compare=False
-    )
-    """Whether the peak that is counted is not that of the step alone, or not of all of it."""
-
-    _asked: threading.Lock = field(
-        default_factory=threading.Lock, init=False, repr=False, compare=False
-    )
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+        self._parked: list[tuple[Callable[[], bool], object]] = []
+        self._peak_bytes: list[int] = []  # of the last step beside which there was nothing else
+        self._beside: set[int] = set()  # the attempts that have memory beside the world that trains
+        self._disturbed = threading.Event()  # the peak that is counted is not that of a step alone
+        self._asked = threading.Lock()
 
     @property
     def backend_name(self) -> str:
