@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -230,21 +231,16 @@ def seed_at_layers(module: Any, seed: int, tp_rank: int, sequence_parallel: bool
         if getattr(getattr(part, "config", None), "bias_dropout_fusion", False):
             part.config.bias_dropout_fusion = False  # layers read it in each forward
     for layer, entered in [(0, module), *_layers(module)]:
-        entered.register_forward_pre_hook(_Seeder(seed, layer, tp_rank, sequence_parallel))
+        entered.register_forward_pre_hook(partial(_seed, seed, layer, tp_rank, sequence_parallel))
 
 
-class _Seeder:
+def _seed(run: int, layer: int, tp_rank: int, shares: bool, module: Any, _inputs: Any) -> None:
     """Seeds by the micro-batch that this thread computes."""
-
-    def __init__(self, seed: int, layer: int, *where: Any) -> None:
-        self._seed, self._layer, self._where = seed, layer, where
-
-    def __call__(self, module: Any, _inputs: Any) -> None:
-        micro_batch = thread.here.micro_batch
-        if module.training and micro_batch is not None:
-            seed = self._seed + _SAMPLES * (micro_batch.first_sample + 1)
-            number = (seed * _LAYERS + self._layer) * _APART
-            megatron.seed_dropout(number % 2**31, *self._where)
+    micro_batch = thread.here.micro_batch
+    if module.training and micro_batch is not None:
+        seed = run + _SAMPLES * (micro_batch.first_sample + 1)
+        number = (seed * _LAYERS + layer) * _APART
+        megatron.seed_dropout(number % 2**31, tp_rank, shares)
 
 
 def refuse_unnumbered(chunk: Any) -> None:

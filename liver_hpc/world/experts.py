@@ -32,9 +32,7 @@ def prepare(module: torch.nn.Module) -> None:
     training would wait for what is rehearsed, or draws one that a lane may have."""
     for part in module.modules():
         if isinstance(getattr(part, _COUNTS, None), torch.Tensor):
-            before: list[torch.Tensor] = []
-            part.register_forward_pre_hook(_Keep(before))
-            part.register_forward_hook(_PutBack(before))
+            _keep_counts(part)
     dispatchers: list[Any] = [getattr(part, "token_dispatcher", None) for part in module.modules()]
     with_stream = [each for each in dispatchers if hasattr(each, "cuda_dtoh_stream")]
     if with_stream:
@@ -55,24 +53,18 @@ def _own_stream(module: torch.nn.Module) -> Any:
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
-class _Keep:
-    """Keeps a router's counts, before it sees padding."""
+def _keep_counts(part: torch.nn.Module) -> None:
+    """Has a router put back what it has counted of padding."""
+    kept: list[torch.Tensor] = []
 
-    def __init__(self, kept: list[torch.Tensor]) -> None:
-        self._kept = kept
-
-    def __call__(self, router: Any, _inputs: Any) -> None:
+    def keep(router: Any, _inputs: Any) -> None:
         micro_batch = thread.here.micro_batch
         if micro_batch is not None and micro_batch.padding:
-            self._kept[:] = [getattr(router, _COUNTS).clone()]
+            kept[:] = [getattr(router, _COUNTS).clone()]
 
+    def put_back(router: Any, _inputs: Any, _output: Any) -> None:
+        while kept:
+            getattr(router, _COUNTS).copy_(kept.pop())
 
-class _PutBack:
-    """Puts the counts back that were kept."""
-
-    def __init__(self, kept: list[torch.Tensor]) -> None:
-        self._kept = kept
-
-    def __call__(self, router: Any, _inputs: Any, _output: Any) -> None:
-        while self._kept:
-            getattr(router, _COUNTS).copy_(self._kept.pop())
+    part.register_forward_pre_hook(keep)
+    part.register_forward_hook(put_back)

@@ -120,15 +120,14 @@ def test_no_layer_has_the_masks_of_another_one_on_another_tensor_parallel_rank(
     """Megatron seeds a rank's own stream by a layer's seed and its rank."""
     seeds: list[int] = []
     monkeypatch.setattr(
-        dropout.megatron, "seed_dropout", lambda seed, tp_rank: seeds.append(seed + tp_rank)
+        dropout.megatron, "seed_dropout", lambda seed, tp_rank, _: seeds.append(seed + tp_rank)
     )
     for sample in range(3):
         micro_batch = SimpleNamespace(first_sample=sample)
         monkeypatch.setattr(thread.here, "micro_batch", micro_batch)
         for layer in range(33):
             for tp_rank in range(8):
-                enter = dropout._Seeder(1234, layer, tp_rank)
-                enter(SimpleNamespace(training=True), ())
+                dropout._seed(1234, layer, tp_rank, False, SimpleNamespace(training=True), ())
     assert len({*seeds}) == len(seeds) == 3 * 33 * 8
 
 
