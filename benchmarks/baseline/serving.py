@@ -155,7 +155,7 @@ class BaselineWorker:
         """Steps until all workers have heard at one boundary that it is the last."""
         while True:
             result, ended_s = self._do_step(world)
-            if result.stop < world.rank_map.layout.workers:
+            if result.raised.stop < world.rank_map.layout.workers:
                 continue
             last = self._last
             assert last is not None

@@ -29,7 +29,7 @@ from liver_hpc.snapshot.memory import Snapshot, SnapshotState
 from liver_hpc.world.context import WorkerContext
 from liver_hpc.world.host_memory import MemoryPool
 from liver_hpc.world.state import WorldState
-from liver_hpc.world.steps import StepResult
+from liver_hpc.world.steps import Flags, StepResult
 from liver_hpc.world.store import ControlStore
 from liver_hpc.world.world import World
 
@@ -37,15 +37,6 @@ log = logging.getLogger(__name__)
 
 _ENDS_S = 10.0
 """How long the copy of a world's state may take once nobody wants it."""
-
-
-class Flag(NamedTuple):
-    """What a worker tells at a step's end: the pending snapshot is complete here, and what it took,
-    in steps; or it has failed. See `world.Flags`."""
-
-    complete: bool = False
-    took_steps: float = 0.0
-    failed: bool = False
 
 
 class _Failures(NamedTuple):
@@ -113,7 +104,7 @@ class Snapshots:
         if self._taking is not None:
             self._taking.wait(self._taking.taken, "the state to be copied into host memory")
 
-    def flag(self, step: int, step_s: float) -> Flag:
+    def flags(self, step: int, step_s: float) -> Flags:
         """For the end of a step after which `step` are done, and which took `step_s` so far.
 
         Where the run file wants snapshots every so many steps, and the next one is due, this waits
@@ -121,17 +112,17 @@ class Snapshots:
         """
         taking = self._taking
         if taking is None or not taking.pending:
-            return Flag()
+            return Flags()
         if self._waits(taking, step):
             taking.wait(taking.done, f"the snapshot of step {taking.step} to be complete")
         if not taking.done.is_set():
-            return Flag()
+            return Flags()
         if taking.failed:
-            return Flag(failed=bool(taking.problem))
-        return Flag(True, taking.cpu_s / max(step_s, 1e-6))
+            return Flags(snapshot_failed=bool(taking.problem))
+        return Flags(snapshot=True, snapshot_steps=taking.cpu_s / max(step_s, 1e-6))
 
     def keep_pace(self, step: int) -> None:
-        """At the end of the step of another world with which `step` are done: waits where `flag`
+        """At the end of the step of another world with which `step` are done: waits where `flags`
         would, so that this step alone can be lost, but not for longer than it takes to find that a
         peer is lost: one that has left is nobody's concern."""
         taking = self._taking
@@ -153,7 +144,7 @@ class Snapshots:
         taking = self._taking
         if taking is None or not taking.pending:
             return
-        if result.snapshot_failed:
+        if result.raised.snapshot_failed:
             self._end_taking()  # what it has written may be written still, by a peer that is late
             times = self._failures_of(taking.generation).times + 1
             # Who has just joined knows nothing of how often "auto" has had them taken.
@@ -161,12 +152,12 @@ class Snapshots:
             again = taking.step + every * 2 ** (times - 1)
             self._failures = _Failures(taking.generation, times, again)
             return
-        if result.snapshot != members:
+        if result.raised.snapshot != members:
             return
         self._failures = _NO_FAILURES
         if self._wanted == "auto":
-            cost, took_steps = self._context.config.snapshots.cost, result.snapshot_steps / members
-            self._every = max(1, math.ceil(took_steps / cost))
+            took_steps = result.raised.snapshot_steps / members
+            self._every = max(1, math.ceil(took_steps / self._context.config.snapshots.cost))
             if self._every != self._said_every:
                 log.info("snapshots every %d steps: one takes %.3g", self._every, took_steps)
             self._said_every = self._every

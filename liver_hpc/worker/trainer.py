@@ -27,7 +27,7 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.worker.holder import NO_WORLD, LeftWorld, WorldHolder
 from liver_hpc.world.context import FAILURES, WorkerContext
 from liver_hpc.world.state import WorldState
-from liver_hpc.world.steps import Flags, StepResult
+from liver_hpc.world.steps import StepResult
 from liver_hpc.world.untouched import Kept
 from liver_hpc.world.world import World
 
@@ -163,8 +163,10 @@ class Trainer(WorldHolder):
                 and session.armed.is_set()
                 and self._saving.lets_cross(session.generation)
             )
-            snapshot = self._snapshots.flag(self.step + 1, clock.now_s() - started_s)
-            flags = Flags(ready, self._stop.is_set(), *snapshot, self._saving.wants())
+            flags = self._snapshots.flags(self.step + 1, clock.now_s() - started_s)
+            flags = flags._replace(
+                ready=ready, stop=self._stop.is_set(), checkpoint=self._saving.wants()
+            )
             result = world.agree(gradients, update, flags)
             self._context.device.step_ended()
             ended_s = self._step_begins_s = clock.now_s()
@@ -172,8 +174,8 @@ class Trainer(WorldHolder):
             members, boundary = world.rank_map.layout.workers, self.step
             self._snapshots.agreed(result, members)
             self._report(world, result, started_s, ended_s)
-            saved, wanted = False, result.checkpoint == members
-            if result.stop == members:
+            saved, wanted = False, result.raised.checkpoint == members
+            if result.raised.stop == members:
                 self._saving.finish(YIELDS_S)
                 if self._stop_saves_in is not None:
                     self._save(self._stop_saves_in)
@@ -183,7 +185,7 @@ class Trainer(WorldHolder):
                     self._evaluate_if_due()
                 break  # else an evaluation that is due here is done when the run goes on
             ended_s = self._evaluate_if_due() or ended_s
-            if result.ready == members and self.step < self._last:
+            if result.raised.ready == members and self.step < self._last:
                 assert session is not None
                 self._hand_off(session, world, ended_s)
                 saved, wanted = session.bounded, False  # joiners do not know of it

@@ -10,31 +10,25 @@ from typing import NamedTuple
 class Flags(NamedTuple):
     """What one worker tells the others at the end of a step: it is armed, it was asked to stop, the
     last snapshot is complete here, and what that took, in steps, or it has failed here; it would
-    have a checkpoint now."""
+    have a checkpoint now. Of all of them: the sums."""
 
-    ready: bool = False
-    stop: bool = False
-    snapshot: bool = False
-    snapshot_steps: float = 0.0
-    snapshot_failed: bool = False
-    checkpoint: bool = False
+    ready: float = 0
+    stop: float = 0
+    snapshot: float = 0
+    snapshot_steps: float = 0
+    snapshot_failed: float = 0
+    checkpoint: float = 0
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What all workers of a world know after a step. ready, stop, snapshot, snapshot_failed,
-    checkpoint: how many raised that flag. snapshot_steps: summed. metrics: what the recipe told
-    beside the loss, and auxiliary losses."""
+    """What all workers of a world know after a step. raised: by all of them. metrics: what the
+    recipe told beside the loss, and auxiliary losses."""
 
     loss: float
     grad_norm: float
     learning_rate: float
-    ready: int
-    stop: int
-    snapshot: int = 0
-    snapshot_steps: float = 0.0
-    snapshot_failed: int = 0
-    checkpoint: int = 0
+    raised: Flags
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -409,13 +409,8 @@ class World:
         return StepResult(
             loss_sum / weight if weight else math.nan,  # of a batch in which no token counts
             *update,
-            ready=int(raised.ready),
-            stop=int(raised.stop),
-            snapshot=int(raised.snapshot),
-            snapshot_steps=raised.snapshot_steps,
-            snapshot_failed=int(raised.snapshot_failed),
-            checkpoint=int(raised.checkpoint),
-            metrics=metrics.means(self._metrics, sums),
+            raised,
+            metrics.means(self._metrics, sums),
         )
 
     def _summed(self, *numbers: float) -> list[float]:

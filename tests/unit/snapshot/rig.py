@@ -19,10 +19,10 @@ from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.snapshots import partners
 from liver_hpc.protocol.messages import Unprotected
 from liver_hpc.snapshot import keeping
-from liver_hpc.snapshot.keeping import Flag, Snapshots
+from liver_hpc.snapshot.keeping import Snapshots
 from liver_hpc.snapshot.memory import Snapshot
 from liver_hpc.world.device import Device
-from liver_hpc.world.steps import StepResult
+from liver_hpc.world.steps import Flags, StepResult
 from tests.unit.layout.models import TIED
 from tests.unit.snapshot.states import CPU, SCALARS, filled
 
@@ -153,19 +153,16 @@ class Keeper:
         for view in self.world.views:
             view.add_(1.0)
 
-    def flag(self, step_s: float = 1.0) -> Flag:
-        return self.snapshots.flag(self.step + 1, step_s)
+    def flags(self, step_s: float = 1.0) -> Flags:
+        return self.snapshots.flags(self.step + 1, step_s)
 
-    def agree(self, *flags: Flag, members: int = 2) -> None:
+    def agree(self, *flags: Flags, members: int = 2) -> None:
         """The step's end, with what all have told."""
-        complete = sum(flag.complete for flag in flags)
-        took_steps = sum(flag.took_steps for flag in flags)
-        failed = sum(flag.failed for flag in flags)
         self.step += 1
-        result = StepResult(0.0, 0.0, 0.0, 0, 0, complete, took_steps, failed)
-        self.snapshots.agreed(result, members)
+        raised = Flags._make(map(sum, zip(*flags, strict=True)))
+        self.snapshots.agreed(StepResult(0.0, 0.0, 0.0, raised), members)
 
-    def train(self, other: Flag | None = None, crosses: bool = True) -> Flag:
+    def train(self, other: Flags | None = None, crosses: bool = True) -> Flags:
         """A whole step; the other worker of a pair tells the same, unless told."""
         pending = len(self.steps_sent)
         self.begin()
@@ -173,9 +170,9 @@ class Keeper:
         if crosses and taking is not None and taking.pending and not taking.done.is_set():
             self.cross()
         assert len(self.steps_sent) <= pending + 1
-        flag = self.flag()
-        self.agree(flag, flag if other is None else other)
-        return flag
+        flags = self.flags()
+        self.agree(flags, flags if other is None else other)
+        return flags
 
     @property
     def held(self) -> list[int]:

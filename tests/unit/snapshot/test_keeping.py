@@ -22,9 +22,9 @@ from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.protocol.messages import Unprotected
 from liver_hpc.run.salvage import newest
 from liver_hpc.snapshot import memory
-from liver_hpc.snapshot.keeping import Flag
 from liver_hpc.snapshot.memory import Snapshot
 from liver_hpc.world.device import Device
+from liver_hpc.world.steps import Flags
 from tests.unit.layout.models import TIED
 from tests.unit.snapshot import rig
 from tests.unit.snapshot.rig import (
@@ -39,7 +39,14 @@ from tests.unit.snapshot.rig import (
 )
 from tests.unit.snapshot.states import CPU
 
-COMPLETE, NOT_YET, FAILED = Flag(True, 0.5), Flag(), Flag(failed=True)
+NOT_YET, FAILED = Flags(), Flags(snapshot_failed=True)
+
+
+def complete(took_steps: float) -> Flags:
+    return Flags(snapshot=True, snapshot_steps=took_steps)
+
+
+COMPLETE = complete(0.5)
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +90,7 @@ def test_a_buffer_is_as_it_was_at_the_boundary_though_the_forward_changes_it(
 
 def test_without_snapshots_there_are_none() -> None:
     one = of_a_pair(None)
-    assert one.train() == Flag()
+    assert one.train() == Flags()
     assert not PlayedExchange.made
     assert one.held == []
 
@@ -102,7 +109,7 @@ def test_auto_is_as_often_as_the_measured_cost_allows(
     for _ in range(2):
         train_until_taken(one)
         one.cross()
-        one.agree(*(Flag(True, took) for took in took_steps))
+        one.agree(*map(complete, took_steps))
     assert one.steps_sent == [0, every]
     (said,) = [text for text in caplog.messages if text.startswith("snapshots every")]
     assert said.startswith(f"snapshots every {every} steps: one takes ")
@@ -114,7 +121,7 @@ def train_until_taken(one: Keeper) -> None:
         one.begin()
         if one.snapshots._taking.pending:  # type: ignore[union-attr]
             return
-        one.agree(one.flag(), NOT_YET)
+        one.agree(one.flags(), NOT_YET)
 
 
 def test_auto_begins_anew_as_the_next_one_shows_another_cost() -> None:
@@ -122,7 +129,7 @@ def test_auto_begins_anew_as_the_next_one_shows_another_cost() -> None:
     for took_steps in (0.2, 0.4, 0.1):
         train_until_taken(one)
         one.cross()
-        one.agree(Flag(True, took_steps), Flag(True, took_steps))
+        one.agree(complete(took_steps), complete(took_steps))
     assert one.steps_sent == [0, 2, 6]
 
 
@@ -130,24 +137,24 @@ def test_what_is_told_of_the_cost_is_the_cpu_time_in_steps() -> None:
     one = of_a_pair("auto")
     one.begin()
     one.exchange.used_s = 10.0
-    assert one.flag() == Flag(), "and nobody waits"
+    assert one.flags() == Flags(), "and nobody waits"
     one.cross()
     taking = one.snapshots._taking
     assert taking is not None
     assert 10.0 < taking.cpu_s < 11.0, "also what sends and receives has used"
     taking.cpu_s = 0.5
-    assert one.flag(step_s=2.0) == Flag(True, 0.25)
+    assert one.flags(step_s=2.0) == complete(0.25)
 
 
 def test_where_it_is_due_again_the_step_waits_for_the_last_one() -> None:
     one = of_a_pair(2)
     one.begin()
-    one.agree(one.flag(), NOT_YET)
+    one.agree(one.flags(), NOT_YET)
     one.begin()
     timer = threading.Timer(0.2, one.cross)
     timer.start()
     began_s = time.monotonic()
-    assert one.flag().complete
+    assert one.flags().snapshot
     assert time.monotonic() - began_s > 0.1
     timer.join()
 
@@ -156,7 +163,7 @@ def test_waiting_has_an_end_that_says_what_for() -> None:
     one = of_a_pair(1, limit_s=0.05)
     one.begin()
     with pytest.raises(DeadlineError, match="the snapshot of step 0 to be complete"):
-        one.flag()
+        one.flags()
 
 
 def test_in_a_world_of_one_there_are_none_and_what_was_held_goes() -> None:
@@ -179,11 +186,11 @@ def test_it_counts_once_all_have_told_and_the_one_before_goes_only_then() -> Non
     assert one.held == [0, 0]
     one.begin()
     one.cross()
-    assert one.flag().complete
+    assert one.flags().snapshot
     one.agree(COMPLETE, NOT_YET)
     assert one.held == [0, 0], "the other one has not told"
     one.begin()
-    one.agree(one.flag(), COMPLETE)
+    one.agree(one.flags(), COMPLETE)
     assert one.held == [1, 1], "nothing newer was begun meanwhile"
     assert one.steps_sent == [0, 1]
 
@@ -290,7 +297,7 @@ def test_a_worlds_last_boundary_is_copied_beside_the_next_ones_first_step(crosse
     assert held + pending == (3 if crosses else 2) * 2 * share
     assert most_held_bytes({PAIR.layout: 2 * share}) == 3 * 2 * share
     one.cross()
-    one.agree(one.flag(), COMPLETE)
+    one.agree(one.flags(), COMPLETE)
     assert one.held == [2, 2]
 
 
@@ -337,7 +344,7 @@ class Crew:
         self.keepers = [Keeper(worker, "auto") for worker in TRIO.workers]
         for each in self.keepers:
             each.enter(TRIO, generation=0)
-        self.flags: list[dict[Keeper, Flag]] = [{}]
+        self.flags: list[dict[Keeper, Flags]] = [{}]
         self.learnt: defaultdict[int, set[NamedTuple]] = defaultdict(set)
         self.counted = -1
 
@@ -366,7 +373,7 @@ class Crew:
             taking = one.snapshots._taking
             if taking is not None and taking.pending and taking.step == one.step:
                 assert one.exchange.begun.wait(LIMIT_S)
-            self.flags[-1][one] = one.flag()
+            self.flags[-1][one] = one.flags()
         else:
             told = self.flags[one.step].values()
             one.agree(*told, members=len(self.keepers))
@@ -411,11 +418,11 @@ def test_where_the_partner_fails_it_is_told_and_tried_again_ever_more_seldom() -
         if (taking := one.snapshots._taking) is not None and taking.pending:
             tried.append(one.step)
             if len(tried) > 1:
-                assert one.flag() == NOT_YET, "it is under way"
+                assert one.flags() == NOT_YET, "it is under way"
             one.cross(fails="the link is down")
-            assert one.flag() == FAILED
+            assert one.flags() == FAILED
             assert one.exchange.fails == "closed", "else its peers would wait for it"
-        one.agree(one.flag(), NOT_YET)
+        one.agree(one.flags(), NOT_YET)
         assert one.held == [0, 0]
     assert tried == [1, 2, 4, 8, 16]
     told = {"worker": 4, "generation": 0, "reason": "TransferError: the link is down"}
@@ -431,7 +438,7 @@ def test_where_another_one_fails_all_open_another_exchange_at_the_same_boundary(
     one.begin()
     one.cross()
     first = one.exchange
-    one.agree(one.flag(), FAILED)
+    one.agree(one.flags(), FAILED)
     assert one.held == [0, 0]
     assert one.said == []
     one.train()
@@ -439,8 +446,8 @@ def test_where_another_one_fails_all_open_another_exchange_at_the_same_boundary(
     assert one.held == [2, 2]
     one.begin()
     one.cross(fails="the link is down")
-    one.agree(one.flag(), NOT_YET)
-    assert one.train().complete, "it has crossed since, so it is tried again at once"
+    one.agree(one.flags(), NOT_YET)
+    assert one.train().snapshot, "it has crossed since, so it is tried again at once"
     assert one.held == [4, 4]
 
 
@@ -450,7 +457,7 @@ def test_who_waits_is_freed_by_an_interrupt_and_nobody_is_told() -> None:
     timer = threading.Timer(0.2, one.snapshots.interrupt)
     timer.start()
     began_s = time.monotonic()
-    assert one.flag() == Flag()
+    assert one.flags() == Flags()
     assert 0.1 < time.monotonic() - began_s < LIMIT_S / 2
     timer.join()
     one.agree(NOT_YET, NOT_YET)
@@ -541,6 +548,6 @@ def test_after_a_failure_who_has_just_joined_opens_the_next_exchange_where_all_d
         one.snapshots._every = before
         one.begin()
         one.cross(fails="the link is down")
-        one.agree(one.flag(), NOT_YET)
+        one.agree(one.flags(), NOT_YET)
         again.append(one.snapshots._failures.again)
     assert again == [1, 1]

@@ -13,8 +13,9 @@ import pytest
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import DeadlineError
 from liver_hpc.snapshot import keeping
-from liver_hpc.snapshot.keeping import Flag, Snapshots
+from liver_hpc.snapshot.keeping import Snapshots
 from liver_hpc.snapshot.memory import Snapshot
+from liver_hpc.world.steps import Flags
 from tests.late_device import LateDevice, Machines
 from tests.late_worlds import LateRun, LateWorld, late_worlds
 from tests.unit.snapshot.rig import (
@@ -65,7 +66,7 @@ def wrong_steps(seed: int) -> list[int]:
         one.cross()
         if sent != wanted.digests:
             wrong.append(step)
-        flag = one.flag()
+        flag = one.flags()
         one.agree(flag, flag)
         plain.begin()
     one.machines.stop()
@@ -193,9 +194,9 @@ class Noted:
         self._asked = asked
 
     def __getattr__(self, name: str) -> Any:
-        def ask(*_of: object) -> Flag | None:
+        def ask(*_of: object) -> Flags | None:
             self._asked.append(name)
-            return None if name == "newest_step" else Flag()
+            return None if name == "newest_step" else Flags()
 
         return ask
 
@@ -217,7 +218,7 @@ def test_training_waits_for_the_copy_right_before_it_changes_the_state(
         "forward_backward",
         "taken",
         "update",
-        "flag",
+        "flags",
         "agree",
         "agreed",
         "newest_step",
