@@ -165,7 +165,7 @@ class BaselineWorker:
 
     def _do_step(self, world: World) -> tuple[StepResult, float]:
         started_s = self._clock.now_s()
-        gradients, update = world.train_step(self._step)
+        gradients, update = world.forward_backward(self._step), world.update(self._step)
         result = world.agree(gradients, update, Flags(stop=self._last is not None))
         ended_s = self._clock.now_s()
         self._step += 1

@@ -82,7 +82,8 @@ class Seat:
         )
         during = _Resident(self._device)
         target = prepare(session, source)
-        source.agree(*source.train_step(STEPS + 1), Flags())  # it trains beside
+        gradients = source.forward_backward(STEPS + 1)  # it trains beside
+        source.agree(gradients, source.update(STEPS + 1), Flags())
         source.settle()
         scalars = source.scalar_state(STEPS + 2)
         if bounded:
@@ -127,13 +128,13 @@ class Seat:
         world.state.initialize(context.recipe.initial, context.config.train.seed)
         world.load_scalar_state(world.scalar_state(0).model_copy(update={"optimizer_step": 0}))
         for step in range(STEPS):
-            world.agree(*world.train_step(step), Flags())
+            world.agree(world.forward_backward(step), world.update(step), Flags())
         return world, _most_of_a_step(world, STEPS)
 
 
 def _most_of_a_step(world: World, step: int) -> int:
     resident = _Resident(world.device)
-    world.agree(*world.train_step(step), Flags())
+    world.agree(world.forward_backward(step), world.update(step), Flags())
     return resident.most()
 
 

@@ -121,7 +121,9 @@ class Seat:
         world = self._places[name].world
         if world is None:
             return None
-        results = [world.agree(*world.train_step(step), Flags()) for step in steps]
+        results = [
+            world.agree(world.forward_backward(step), world.update(step), Flags()) for step in steps
+        ]
         world.settle()
         return [(result.loss, result.grad_norm) for result in results]
 

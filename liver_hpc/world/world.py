@@ -380,11 +380,6 @@ class World:
         # Where nothing is trained, no parameter group has it.
         return float(grad_norm or 0.0), float(self._scheduler.get_lr({}))
 
-    def train_step(self, step: int) -> tuple[Gradients, tuple[float, float]]:
-        """Trains step `step` up to its end, which is `agree`. Collective over the world."""
-        gradients = self.forward_backward(step)
-        return gradients, self.update(step)
-
     @_in_its_groups
     def agree(self, gradients: Gradients, update: tuple[float, float], flags: Flags) -> StepResult:
         """Ends a step: one reduction gives all workers the mean loss, the metrics and the raised

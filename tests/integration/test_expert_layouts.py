@@ -273,7 +273,7 @@ def trained(recipe: Any, device: Any, steps: int) -> list[tuple[float, float]]:
     world = build_world(recipe, device)
     world.state.initialize(recipe.initial, seed=3)
     begin_at(world, 0)
-    done = [world.train_step(step) for step in range(steps)]
+    done = [(world.forward_backward(step), world.update(step)) for step in range(steps)]
     world.close()
     return [(gradients.loss_sum, update[0]) for gradients, update in done]
 

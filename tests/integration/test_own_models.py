@@ -864,7 +864,10 @@ def train(device: Any, steps: int, **model: Any) -> tuple[list[float], dict[str,
     recipe = tiny_recipe(dropout=0.2, **model)
     world = build_world(recipe, device)
     world.state.initialize(recipe.initial, seed=3)
-    losses = [world.train_step(step)[0].loss_sum for step in range(steps)]
+    losses = []
+    for step in range(steps):
+        losses.append(world.forward_backward(step).loss_sum)
+        world.update(step)
     world.close()
     return losses, streams()
 

@@ -72,7 +72,8 @@ def there_and_back(process: WorkerProcess, dtype: str) -> dict[str, Any]:
     if worlds["A"] is not None:
         worlds["A"].state.initialize(recipe.initial, seed=3)
         for step in range(4):
-            worlds["A"].train_step(step)
+            worlds["A"].forward_backward(step)
+            worlds["A"].update(step)
         before = _bits(worlds["A"])
         answer["A"] = worlds["A"].state.digests(_kinds(recipe))
     for generation, name in enumerate("BCD", start=1):

@@ -84,7 +84,10 @@ def metrics_of(process: WorkerProcess, layouts: list[str]) -> list[list[dict[str
         recipe = recipe_of(Case(layout, {}, {"global_batch": 4}, TellingGPT), process.worker)
         with connected(process, recipe, layout, generation) as world:
             steps = range(0 if world is None else 2)
-            results = [world.agree(*world.train_step(step), Flags()) for step in steps]
+            results = [
+                world.agree(world.forward_backward(step), world.update(step), Flags())
+                for step in steps
+            ]
             found.append([{**result.metrics, "loss": result.loss} for result in results])
     return found
 

@@ -122,7 +122,9 @@ def train(world: Any, steps: Iterable[int]) -> list[tuple[float, ...]]:
     """Loss, gradient norm, and metrics by their names, of steps."""
     from liver_hpc.world.steps import Flags
 
-    results = [world.agree(*world.train_step(step), Flags()) for step in steps]
+    results = [
+        world.agree(world.forward_backward(step), world.update(step), Flags()) for step in steps
+    ]
     return [
         (result.loss, result.grad_norm, *(result.metrics[name] for name in sorted(result.metrics)))
         for result in results
