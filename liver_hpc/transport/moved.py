@@ -1,4 +1,5 @@
-"""What a stream has moved: digests of what crossed, by pair, and where the time went."""
+"""What a stream has moved: digests of what crossed, by pair, and where the time went. A receiver
+tells its senders: then they may let go of their own copy, as another one is known to exist."""
 
 from __future__ import annotations
 
@@ -11,14 +12,20 @@ from typing import Literal, get_args
 
 import torch
 
+from liver_hpc.clock import Deadline
 from liver_hpc.errors import TransferError
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.transport.buckets import Piece
 from liver_hpc.transport.checksum import piece_checksum, same_bits
 from liver_hpc.transport.digest import MODULUS, add_digest
+from liver_hpc.transport.wire import Parcel, Wire
 
 Ends = Literal["sent", "received"]
 Work = Literal["wire", "pack", "unpack", "copy", "digest"]
+
+_WORD_TAG = (1 << 31) - 2
+"""Of the words of receivers; no stream counts so far."""
+_WORD_BYTES = 8
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by their size in bytes: of floating-point numbers equal ones may differ, NaN does."""
@@ -130,3 +137,38 @@ class Tally:
             for end in ("sent", "received")
         )
         return Moved(sent, received, self._timings_s)
+
+
+def acknowledge(wire: Wire, worker: int, moved: Moved, deadline: Deadline) -> None:
+    """Tells each sender the digest of what has come from it, and hears it of each receiver.
+
+    Collective over the workers between which the stream that `moved` tells of moved state. Raises
+    TransferError where a receiver holds something else than was sent, DeadlineError.
+    """
+    sent, received = _by_peer(moved.sent), _by_peer(moved.received)
+    heard = {peer: _word(0).to(wire.device) for peer in sorted(sent)}
+    words = [
+        Parcel(peer, _WORD_TAG, _word(received[peer]).to(wire.device), is_send=True)
+        for peer in sorted(received)
+    ]
+    words += [Parcel(peer, _WORD_TAG, word, is_send=False) for peer, word in heard.items()]
+    wire.exchange(words, deadline)
+    held = {peer: int.from_bytes(bytes(word.tolist()), "little") for peer, word in heard.items()}
+    differ = [peer for peer, digest in sorted(sent.items()) if held[peer] != digest]
+    if differ:
+        raise TransferError(
+            f"worker {worker}: workers {differ} hold something else than was sent to them, "
+            "by digest"
+        )
+
+
+def _by_peer(digests: Mapping[tuple[int, str], int]) -> dict[int, int]:
+    """Of all kinds of state together: digests add up."""
+    found: Counter[int] = Counter()
+    for (peer, _), digest in digests.items():
+        found[peer] += digest
+    return {peer: digest % MODULUS for peer, digest in found.items()}
+
+
+def _word(digest: int) -> torch.Tensor:
+    return torch.tensor([*digest.to_bytes(_WORD_BYTES, "little")], dtype=torch.uint8)

@@ -22,7 +22,6 @@ from liver_hpc.config.schema import HandoffSection
 from liver_hpc.errors import PlanError, TransferError
 from liver_hpc.host.pages import populate
 from liver_hpc.layout.tensors import Box, ModelSpec, TransferPlan
-from liver_hpc.transport.acknowledged import acknowledge
 from liver_hpc.transport.buckets import (
     Bucket,
     Piece,
@@ -34,7 +33,7 @@ from liver_hpc.transport.buckets import (
     whole_units,
 )
 from liver_hpc.transport.digest import warm_up
-from liver_hpc.transport.moved import Moved, Tally, Work
+from liver_hpc.transport.moved import Moved, Tally, Work, acknowledge
 from liver_hpc.transport.wire import Parcel, Pending, Wire
 
 _COMPARED_BYTES = 1 << 18
@@ -186,7 +185,7 @@ class Transport:
 
     def acknowledge(self, prepared: Prepared, moved: Moved, deadline: Deadline) -> None:
         """After a stream with digests: returns once all receivers have said that they hold what was
-        sent to them. Collective and errors: as `transport/acknowledged.py` has it."""
+        sent to them. Collective and errors: as `moved.acknowledge` has them."""
         acknowledge(self._wire, prepared.plan.worker, moved, deadline)
 
     def close(self) -> None:

@@ -12,8 +12,7 @@ from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.config.schema import HandoffSection
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.layout.tensors import PARAMETER, Move
-from liver_hpc.transport.acknowledged import acknowledge
-from liver_hpc.transport.moved import Moved
+from liver_hpc.transport.moved import Moved, acknowledge
 from tests.unit.layout.models import TIED
 from tests.unit.transport.conformance import ToyState, random_bits
 from tests.unit.transport.memory import MemoryExchange
