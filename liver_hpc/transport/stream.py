@@ -213,7 +213,8 @@ class _Message(NamedTuple):
     """One bucket as this worker has it.
 
     views: of its pieces, in this worker's world. memory: those views, where they are one run of
-    bytes that crosses as it lies, [bytes] of uint8; None: it passes staging.
+    bytes that crosses as it lies, [bytes] of uint8; None: it passes staging. staged: the views'
+    counterparts there, once it is launched.
     """
 
     bucket: Bucket
@@ -221,20 +222,14 @@ class _Message(NamedTuple):
     peer: int
     views: Sequence[torch.Tensor]
     memory: torch.Tensor | None
-
-
-class _Arriving(NamedTuple):
-    """A message that arrives. staged: its views' counterparts in staging; () where it has none."""
-
-    message: _Message
-    staged: Sequence[torch.Tensor]
+    staged: Sequence[torch.Tensor] = ()
 
 
 class _Launched(NamedTuple):
     """A step on its way."""
 
     pending: Sequence[Pending]
-    arriving: Sequence[_Arriving]
+    arriving: Sequence[_Message]
 
 
 @dataclass(frozen=True)
@@ -331,17 +326,16 @@ class _Stream:
         parcels, arriving, offset_bytes = [], [], 0
         for message in self.upcoming:
             bucket, memory = message.bucket, message.memory
-            staged: Sequence[torch.Tensor] = ()
             if memory is None:
                 assert slot is not None
                 memory = self.slots[slot][offset_bytes : offset_bytes + bucket.num_bytes]
                 offset_bytes += bucket.num_bytes
-                staged = _staged(message, memory)
+                message = message._replace(staged=_staged(message, memory))
             if not message.is_send:
-                arriving.append(_Arriving(message, staged))
-            elif staged:
+                arriving.append(message)
+            elif message.staged:
                 self.tally.see("sent", message.peer, bucket.pieces, message.views)
-                self._copy("pack", message.views, staged)
+                self._copy("pack", message.views, message.staged)
             tag = self.tags[bucket.sender, bucket.receiver] + bucket.position
             parcels.append(Parcel(message.peer, tag, memory, message.is_send))
         self.launched.append(_Launched(self.wire.launch(parcels), arriving))
@@ -354,9 +348,9 @@ class _Stream:
         with self.tally.timed("wire"):
             for messages in self.launched[0].pending:
                 messages.wait(deadline)
-        for message, staged in self.launched.popleft().arriving:
-            if staged:
-                self._copy("unpack", staged, message.views)
+        for message in self.launched.popleft().arriving:
+            if message.staged:
+                self._copy("unpack", message.staged, message.views)
             self.tally.see("received", message.peer, message.bucket.pieces, message.views)
             progress(message.bucket.payload_bytes)
 
