@@ -50,7 +50,7 @@ class HostCopy:
         """Copies; on CUDA in the calling thread's lane, which is not waited for."""
         boxes = [*written_boxes(self.model, self.layout, self.at)]
         views = [state.view(kind, index, box) for kind, index, box in boxes]
-        _, parts = in_one_run([view.nbytes for view in views], self._new_memory)
+        parts = in_one_run([view.nbytes for view in views], self._new_memory)
         for (kind, index, box), view, part in zip(boxes, views, parts, strict=True):
             self._check()
             memory = part.view(view.dtype).view(box.shape)

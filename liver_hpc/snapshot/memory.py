@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 
@@ -27,42 +26,26 @@ CHUNK_BYTES = 1 << 25
 those of another one. As large as an allocation must be for glibc to return it at once."""
 
 
-class _Piece(NamedTuple):
-    """A box, or some rows of one: [box rows, box cols] of bits."""
-
-    box: Box
-    memory: torch.Tensor
+_Piece = tuple[Box, torch.Tensor]
+"""A box, or some rows of one: [box rows, box cols] of bits."""
 
 
-class _Place(NamedTuple):
-    """Where a piece lies."""
-
-    box: Box
-    chunk: int
-    start: int
-
-
-class _Chunks:
-    """Cuts memory into chunks, and boxes into the pieces that lie in them."""
-
-    def __init__(self) -> None:
-        self.sizes = [0]
-
-    def place(self, box: Box, element_bytes: int) -> Iterator[_Place]:
-        """A box's pieces, each with as many rows as the chunk has room for."""
-        row_bytes = (box.col1 - box.col0) * element_bytes
-        row0 = box.row0
-        while row0 < box.row1:
-            start = -(-self.sizes[-1] // BOUND_BYTES) * BOUND_BYTES
-            room = (CHUNK_BYTES - start) // row_bytes
-            if room < 1 and start > 0:
-                self.sizes[-1] = max(CHUNK_BYTES, self.sizes[-1])
-                self.sizes.append(0)
-                continue
-            row1 = min(box.row1, row0 + max(room, 1))  # a row that is longer has a chunk alone
-            yield _Place(Box(row0, row1, box.col0, box.col1), len(self.sizes) - 1, start)
-            self.sizes[-1] = start + (row1 - row0) * row_bytes
-            row0 = row1
+def _placed(box: Box, element_bytes: int, sizes: list[int]) -> Iterator[tuple[Box, int, int]]:
+    """The boxes of a box's pieces, each with as many rows as the last chunk has room for, and where
+    they lie: in which chunk, from where on. sizes: of the chunks, which this adds to."""
+    row_bytes = (box.col1 - box.col0) * element_bytes
+    row0 = box.row0
+    while row0 < box.row1:
+        start = -(-sizes[-1] // BOUND_BYTES) * BOUND_BYTES
+        room = (CHUNK_BYTES - start) // row_bytes
+        if room < 1 and start > 0:
+            sizes[-1] = max(CHUNK_BYTES, sizes[-1])
+            sizes.append(0)
+            continue
+        row1 = min(box.row1, row0 + max(room, 1))  # a row that is longer has a chunk alone
+        yield Box(row0, row1, box.col0, box.col1), len(sizes) - 1, start
+        sizes[-1] = start + (row1 - row0) * row_bytes
+        row0 = row1
 
 
 class Snapshot:
@@ -104,19 +87,19 @@ class Snapshot:
     @cached_property
     def _laid_out(self) -> tuple[list[torch.Tensor], dict[tuple[str, int], list[_Piece]]]:
         model, layout = self._model, self.layout
-        chunks = _Chunks()
+        sizes = [0]
         places = [
             (kind, index, place)
             for kind, index, box in snapshot_boxes(model, layout, layout.coordinate(self.rank))
-            for place in chunks.place(box, model.element_bytes(kind, index))
+            for place in _placed(box, model.element_bytes(kind, index), sizes)
         ]
-        memory = [self._new_memory(num_bytes) for num_bytes in chunks.sizes]
+        memory = [self._new_memory(num_bytes) for num_bytes in sizes]
         pieces: dict[tuple[str, int], list[_Piece]] = defaultdict(list)
         for kind, index, (box, chunk, start) in places:
             element_bytes = model.element_bytes(kind, index)
             part = memory[chunk][start : start + box.elements * element_bytes]
             bits = part.view(_BITS[element_bytes]).view(box.shape)
-            pieces[kind, index].append(_Piece(box, bits))
+            pieces[kind, index].append((box, bits))
         return memory, pieces
 
     def take(self, state: WorldState, scalars: ScalarState) -> None:

@@ -79,11 +79,11 @@ def add_digest(total: torch.Tensor, view: torch.Tensor, tensor: TensorSpec, box:
     content, mark = _bytes(view), _mark(tensor.name)
     rows = _ROW_WEIGHTS.between(row0, row0 + len(content), content.device)
     chunk_rows = _CHUNK_ROWS[content.device.type]
-    for strip in _strips(content, col0 * view.element_size(), rows):
-        for top in range(0, len(strip.weights), chunk_rows):
+    for strip, place, weights in _strips(content, col0 * view.element_size(), rows):
+        for top in range(0, len(weights), chunk_rows):
             chunk = slice(top, top + chunk_rows)
-            sums = _row_sums(strip.content[chunk], strip.place)
-            total.add_(_dot(sums, strip.weights[chunk]), alpha=mark)
+            sums = _row_sums(strip[chunk], place)
+            total.add_(_dot(sums, weights[chunk]), alpha=mark)
 
 
 def warm_up(tensors: Sequence[TensorSpec], device: torch.device) -> None:
@@ -114,16 +114,9 @@ def _dot(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return (values * weights).sum() if values.is_cuda else torch.dot(values, weights)
 
 
-class _Strip(NamedTuple):
-    """A part of a box in which bytes below each other have the same place in their blocks.
-
-    content: [strip rows, width] of int8. place: of the first column, in its block. weights: row
-    weight times block weight, [strip rows] of int64.
-    """
-
-    content: torch.Tensor
-    place: int
-    weights: torch.Tensor
+_Strip = tuple[torch.Tensor, int, torch.Tensor]
+"""A part of a box in which bytes below each other have the same place in their blocks: [strip rows,
+width] of int8; the first column's place; row weight times block weight, [strip rows] of int64."""
 
 
 def _strips(content: torch.Tensor, start: int, rows: torch.Tensor) -> Iterator[_Strip]:
@@ -139,7 +132,7 @@ def _strips(content: torch.Tensor, start: int, rows: torch.Tensor) -> Iterator[_
     number, place = divmod(start, BLOCK_BYTES)
     if place + width <= BLOCK_BYTES:
         block = _BLOCK_WEIGHTS.between(number, number + 1, rows.device)
-        yield _Strip(content, place, rows * block)
+        yield content, place, rows * block
         return
     left = 0
     while left < width:
@@ -150,7 +143,7 @@ def _strips(content: torch.Tensor, start: int, rows: torch.Tensor) -> Iterator[_
         taken = min(rest, count * BLOCK_BYTES - place)
         blocks = _BLOCK_WEIGHTS.between(number, number + count, rows.device)
         part = content[:, left : left + taken].view(height * count, -1)
-        yield _Strip(part, place, torch.outer(rows, blocks).view(-1))
+        yield part, place, torch.outer(rows, blocks).view(-1)
         left, number, place = left + taken, number + count, 0
 
 

@@ -33,15 +33,11 @@ def plain_memory(num_bytes: int) -> torch.Tensor:
     return memory
 
 
-def in_one_run(
-    sizes: Sequence[int], new_memory: NewMemory
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Memory for parts of so many bytes, each of which begins on a bound; and the parts."""
+def in_one_run(sizes: Sequence[int], new_memory: NewMemory) -> list[torch.Tensor]:
+    """Parts of so many bytes of one memory, each of which begins on a bound."""
     starts = [*accumulate((-(-size // BOUND_BYTES) * BOUND_BYTES for size in sizes), initial=0)]
     memory = new_memory(starts[-1])
-    return memory, [
-        memory[start : start + size] for start, size in zip(starts, sizes, strict=False)
-    ]
+    return [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
 
 class MemoryPool:
