@@ -143,7 +143,7 @@ class Crossing:
             raise
         except FAILURES as error:
             # Peers that wait for bytes from here must not wait until their deadline.
-            self._target.drop_transfer()
+            self._target.transport.close()
             return vote.model_copy(
                 update={"ok": False, "reason": f"{type(error).__name__}: {error}"}
             )

@@ -12,7 +12,7 @@ from liver_hpc.world.world import World
 def release(session: Session, target: Target, source: World | None) -> None:
     """Frees the source world and the transfer's buffers, then tells the coordinator."""
     session.context.device.enter()
-    target.drop_transfer()
+    target.transport.close()
     if source is not None:
         if target.world is None:
             source.close()

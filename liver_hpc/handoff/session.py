@@ -65,15 +65,11 @@ class Target:
     timings_s: dict[str, float]
     moving: threading.Thread | None = None
 
-    def drop_transfer(self) -> None:
-        """Frees staging and closes the transfer's connections."""
-        self.transport.close()
-
     def drop(self) -> bool:
         """Frees everything, because the attempt is off. Takes up to MOVING_ENDS_S and, where the
         device still computes the target's first step, ABORTED_ENDS_S. False where something may
         still write to the state's memory, which is freed once that has ended."""
-        self.drop_transfer()
+        self.transport.close()
         if self.moving is not None:
             self.moving.join(MOVING_ENDS_S)  # its stream ends at its next message
         moves = self.moving is not None and self.moving.is_alive()
@@ -190,17 +186,11 @@ class Session:
         """
         deadline = Deadline.after(self.context.clock, limit_s, waits_for)
         while True:
-            if self.halted is not None:
-                raise WorldHalted(self.halted.reason)
-            if self.aborted is not None and wanted is not Resume:  # it may have been taken out
-                raise HandoffAborted(self.aborted)
+            if self.halted is not None or wanted is not Resume:
+                self.check()
             try:
                 message = self._inbox.get(timeout=max(deadline.remaining_s(), 0.001))
             except queue.Empty:
                 raise deadline.error() from None
-            if self.halted is not None:  # with the source world as it is
-                raise WorldHalted(self.halted.reason)
-            if isinstance(message, Abort) and wanted is not Resume:
-                raise HandoffAborted(message)
-            if isinstance(message, wanted):
+            if isinstance(message, wanted) and self.halted is None:
                 return message

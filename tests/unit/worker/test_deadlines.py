@@ -90,9 +90,7 @@ class Worker(Trainer):
     def crossing(self, *, bounded: bool = False, world: Any = None, transport: Any = None) -> Any:
         """Its part in that; what moves is `transport`'s."""
         parts: dict[Any, Any] = {("parameter",): None, TIED.optimizer_kinds: None}
-        target: Any = SimpleNamespace(
-            world=world, parts=parts, transport=transport, drop_transfer=lambda: None
-        )
+        target: Any = SimpleNamespace(world=world, parts=parts, transport=transport)
         unused: Any = None
         return Crossing(self.handoff(bounded=bounded), target, None, unused)
 
@@ -260,6 +258,9 @@ class Moving:
     def __init__(self, late_s: float) -> None:
         self._late_s = late_s
         self._streams = 0
+
+    def close(self) -> None:
+        """The vote is no."""
 
     def stream(self, *given: Any, digest: bool) -> Moved:
         self._streams += 1
