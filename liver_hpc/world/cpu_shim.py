@@ -13,8 +13,8 @@ import importlib
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 CPU = torch.device("cpu")
 DYNAMO = "torch._dynamo"
+_SUM = dist.ReduceOp.SUM
 _GATHER_TAG = 7
 
 # fmt: off
@@ -125,87 +126,61 @@ def _redirect_cuda_module() -> None:
         module.get_rng_state, module.set_rng_state = _rng_state, _set_rng_state
 
 
-def _gather_in_place(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _gather_in_place(
+    plain: Any, output: Any, part: Any, group: Any = None, async_op: bool = False
+) -> Any:
     """all_gather_into_tensor whose input is this rank's part of the output, as megatron's is.
 
     gloo's own gathers into a buffer and copies; here every part crosses once and lies where it
     belongs.
     """
-
-    def gather(output: Any, part: Any, group: Any = None, async_op: bool = False) -> Any:
-        if async_op or group is None or not _is_own_part(part, output, group):
-            return plain(output, part, group=group, async_op=async_op)
-        rank, parts = group.rank(), output.view(group.size(), -1)
-        others = [peer for peer in range(group.size()) if peer != rank]
-        works = [group.recv([parts[peer]], peer, _GATHER_TAG) for peer in others]
-        works += [group.send([parts[rank]], peer, _GATHER_TAG) for peer in others]
-        for work in works:
-            work.wait()
-        return None
-
-    return gather
+    if async_op or group is None or not _is_own_part(part, output, group):
+        return plain(output, part, group=group, async_op=async_op)
+    return _send_around(output.view(group.size(), -1), group)
 
 
-def _reduce_in_place(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _reduce_in_place(
+    plain: Any, part: Any, whole: Any, op: Any = _SUM, group: Any = None, async_op: bool = False
+) -> Any:
     """reduce_scatter_tensor whose output is this rank's part of the input, as megatron's is.
 
     gloo's own reduces a copy of the input; of this input nobody reads the other parts afterwards.
     """
-
-    def reduce(
-        part: Any,
-        whole: Any,
-        op: Any = dist.ReduceOp.SUM,
-        group: Any = None,
-        async_op: bool = False,
-    ) -> Any:
-        if async_op or group is None or not _is_own_part(part, whole, group):
-            return plain(part, whole, op=op, group=group, async_op=async_op)
-        options = dist.AllreduceOptions()
-        options.reduceOp = op
-        group.allreduce([whole], options).wait()
-        return None
-
-    return reduce
+    if async_op or group is None or not _is_own_part(part, whole, group):
+        return plain(part, whole, op=op, group=group, async_op=async_op)
+    return dist.all_reduce(whole, op=op, group=group)
 
 
-def _gather_unevenly(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _gather_unevenly(
+    plain: Any, outputs: Any, part: Any, group: Any = None, async_op: bool = False
+) -> Any:
     """all_gather of parts that differ in size, which gloo refuses: each crosses once."""
-
-    def gather(outputs: Any, part: Any, group: Any = None, async_op: bool = False) -> Any:
-        if group is None or len({output.shape for output in outputs}) == 1:
-            return plain(outputs, part, group=group, async_op=async_op)
-        rank, part = group.rank(), part.contiguous()
-        outputs[rank].copy_(part)
-        others = [peer for peer in range(group.size()) if peer != rank]
-        works = [group.recv([outputs[p]], p, _GATHER_TAG) for p in others if outputs[p].numel()]
-        works += [group.send([part], peer, _GATHER_TAG) for peer in others if part.numel()]
-        for work in works:
-            work.wait()
-        return None
-
-    return gather
+    if group is None or len({output.shape for output in outputs}) == 1:
+        return plain(outputs, part, group=group, async_op=async_op)
+    outputs[group.rank()].copy_(part)
+    return _send_around(outputs, group)
 
 
-def _reduce_unevenly(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _send_around(parts: Sequence[torch.Tensor], group: Any) -> None:
+    """Gives all members the parts of all, of which each has its own."""
+    own = group.rank()
+    others = [peer for peer in range(group.size()) if peer != own]
+    works = [group.recv([parts[peer]], peer, _GATHER_TAG) for peer in others if parts[peer].numel()]
+    works += [group.send([parts[own]], peer, _GATHER_TAG) for peer in others if parts[own].numel()]
+    for work in works:
+        work.wait()
+
+
+def _reduce_unevenly(
+    plain: Any, part: Any, parts: Any, op: Any = _SUM, group: Any = None, async_op: bool = False
+) -> Any:
     """reduce_scatter of parts that differ in size, which gloo refuses."""
-
-    def reduce(
-        part: Any,
-        parts: Any,
-        op: Any = dist.ReduceOp.SUM,
-        group: Any = None,
-        async_op: bool = False,
-    ) -> Any:
-        if group is None or len({each.shape for each in parts}) == 1:
-            return plain(part, parts, op=op, group=group, async_op=async_op)
-        whole, options = torch.cat(list(parts)), dist.AllreduceOptions()
-        options.reduceOp = op
-        group.allreduce([whole], options).wait()
-        part.copy_(torch.split(whole, [len(each) for each in parts])[group.rank()])
-        return None
-
-    return reduce
+    if group is None or len({each.shape for each in parts}) == 1:
+        return plain(part, parts, op=op, group=group, async_op=async_op)
+    whole = torch.cat(list(parts))
+    dist.all_reduce(whole, op=op, group=group)
+    part.copy_(torch.split(whole, [len(each) for each in parts])[group.rank()])
+    return None
 
 
 def _is_own_part(part: torch.Tensor, whole: torch.Tensor, group: Any) -> bool:
@@ -312,9 +287,11 @@ def install() -> None:
     _redirect_cuda_module()
     _redirect_tensors()
     torch_distributed: Any = dist
-    torch_distributed.all_gather_into_tensor = _gather_in_place(dist.all_gather_into_tensor)
-    torch_distributed.reduce_scatter_tensor = _reduce_in_place(dist.reduce_scatter_tensor)
-    torch_distributed.all_gather = _gather_unevenly(dist.all_gather)
-    torch_distributed.reduce_scatter = _reduce_unevenly(dist.reduce_scatter)
+    torch_distributed.all_gather_into_tensor = partial(
+        _gather_in_place, dist.all_gather_into_tensor
+    )
+    torch_distributed.reduce_scatter_tensor = partial(_reduce_in_place, dist.reduce_scatter_tensor)
+    torch_distributed.all_gather = partial(_gather_unevenly, dist.all_gather)
+    torch_distributed.reduce_scatter = partial(_reduce_unevenly, dist.reduce_scatter)
     torch.optim.AdamW = _FusedAdamW  # type: ignore[misc]
     _import_megatron()  # which keeps the functions that it finds
