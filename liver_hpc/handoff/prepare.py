@@ -26,7 +26,7 @@ from liver_hpc.world.context import WorkerContext
 from liver_hpc.world.groups import GroupBook
 from liver_hpc.world.rehearsed import Shapes
 from liver_hpc.world.store import ControlStore
-from liver_hpc.world.take_over import Taken, take_over
+from liver_hpc.world.take_over import take_over
 from liver_hpc.world.untouched import Kept
 from liver_hpc.world.world import World
 
@@ -89,8 +89,8 @@ def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target
             world.accumulate_in_training_lane()
             lap("warm_up")
         session.check()
-        taken = Taken()
-        if world is not None and source_world is not None and context.config.handoff.take_over:
+        taken: set[tuple[str, int]] = set()  # kinds of state with the index of their tensor
+        if world is not None and source_world is not None and handoff.take_over:
             taken = take_over(world, source_world)
         if world is not None and not rehearses:
             hollow.hollow(world)
@@ -100,7 +100,8 @@ def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target
                 hollow.allocate(world, (GRADIENT, *spec.kinds))
         lap("memory")
         plan = transfer_plan(spec, session.source, session.target, worker)
-        plan = replace(plan, local=tuple(move for move in plan.local if not taken.has(move)))
+        local = (move for move in plan.local if (move.kind, move.tensor_index) not in taken)
+        plan = replace(plan, local=tuple(local))
         lap("plan")
         store = session.open_store()
         kept_groups = 0

@@ -13,31 +13,20 @@ buffer's buckets and what is cached of them, and the optimizer's shard of it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from liver_hpc.layout.tensors import MAIN, MOMENTS, PARAMETER, Move
+from liver_hpc.layout.tensors import MAIN, MOMENTS, PARAMETER
 from liver_hpc.world import optimizer
 from liver_hpc.world.optimizer import Holding
 from liver_hpc.world.world import World
 
 
-@dataclass(frozen=True)
-class Taken:
-    """What needs no move: kinds of state with the index of their tensor."""
-
-    state: frozenset[tuple[str, int]] = frozenset()
-
-    def has(self, move: Move) -> bool:
-        """Whether this copy within the worker is of memory that stays where it is."""
-        return (move.kind, move.tensor_index) in self.state
-
-
-def take_over(target: World, source: World) -> Taken:
+def take_over(target: World, source: World) -> set[tuple[str, int]]:
     """Points the target's tensors at the source's memory wherever both hold the same share, and
-    frees what they had. Not collective; safe beside a thread that trains the source.
+    frees what they had; returns what needs no move: kinds of state with the index of their tensor.
+    Not collective; safe beside a thread that trains the source.
 
     The target must not be rehearsed any more.
     """
@@ -61,7 +50,7 @@ def take_over(target: World, source: World) -> Taken:
             for kind in _take_optimizer_state(mine_of, theirs_of, low_precision, target):
                 taken.add((kind, index))
     target.refresh_state()
-    return Taken(frozenset(taken))
+    return taken
 
 
 def _buffers(world: World) -> Iterator[tuple[Any, Any]]:
