@@ -4,8 +4,7 @@ a world that was let go, whose pages are there already."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -43,8 +42,10 @@ class Kept:
         return there.set_(storages.pop(), 0, made.shape, made.stride())
 
 
-class _Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Floating-point tensors of more than one element get no values."""
+class Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """On its thread, floating-point tensors of more than one element get no values: for buffers of
+    parameters and gradients, and optimizer state, whose values come later. kept: has memory for
+    them."""
 
     def __init__(self, kept: Kept) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -77,11 +78,3 @@ def _is_state(tensor: torch.Tensor) -> bool:
 
 def _is_floating(kwargs: dict[str, Any]) -> bool:
     return (kwargs.get("dtype") or torch.get_default_dtype()).is_floating_point
-
-
-@contextmanager
-def untouched(kept: Kept | None = None) -> Iterator[None]:
-    """What is allocated on this thread is not written to; for buffers of parameters and gradients,
-    and optimizer state, whose values come later. kept: has memory for it."""
-    with _Untouched(kept or Kept()):
-        yield

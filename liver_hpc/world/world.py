@@ -47,7 +47,7 @@ from liver_hpc.world.sharded import state_tensors
 from liver_hpc.world.state import HeldTensor, WorldState
 from liver_hpc.world.steps import Flags, Gradients, StepResult
 from liver_hpc.world.thread import MicroBatch
-from liver_hpc.world.untouched import Kept, untouched
+from liver_hpc.world.untouched import Kept, Untouched
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class World:
         self._unscheduled = 0  # samples that the schedule has not counted
         gathers = recipe.config.train.overlap_param_gather
         self.forward_times = new_timer(device.torch_device, skips_first=gathers)
-        self._allocating = nullcontext if kept is None else partial(untouched, kept)
+        self._allocating = nullcontext if kept is None else partial(Untouched, kept)
         self.gradients_are_clear = kept is None  # as megatron allocates them
         self._looked_at = False  # what a forward has left behind
         self.book = GroupBook(generation, worker, device)

@@ -12,7 +12,7 @@ import torch
 from liver_hpc.layout.memory import GRADIENT
 from liver_hpc.layout.tensors import EXP_AVG, EXP_AVG_SQ, MAIN, PARAMETER, ModelSpec, TensorSpec
 from liver_hpc.world import hollow
-from liver_hpc.world.untouched import untouched
+from liver_hpc.world.untouched import Untouched
 
 TENSORS = (
     TensorSpec("trained", (4, 4), None),
@@ -141,7 +141,7 @@ def test_worlds_that_are_let_go_leave_their_memory_to_the_next_one(world: Any) -
     held = [buffer.param_data for buffer in world.buffers]
     spec, closed = world.recipe.spec, []
     world.close = closed.append
-    with untouched(hollow.let_go([world])):
+    with Untouched(hollow.let_go([world])):
         made = [torch.zeros(20, dtype=held[0].dtype) for _ in range(4)]
         moments = [torch.empty(16).zero_() for _ in range(6)]
     found = {tensor.data_ptr() for tensor in (*made, *moments)}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from liver_hpc.world.untouched import Kept, untouched
+from liver_hpc.world.untouched import Kept, Untouched
 
 LARGE = 16 * 2**20
 """Elements, of 4 bytes: more than the heap keeps."""
@@ -33,7 +33,7 @@ def made(source: torch.Tensor) -> list[torch.Tensor]:
 def test_no_page_of_them_exists() -> None:
     source = torch.empty(LARGE, dtype=torch.bfloat16)
     before = resident_bytes()
-    with untouched():
+    with Untouched(Kept()):
         tensors = made(source)
     took = resident_bytes() - before
     assert all(tensor.shape == (LARGE,) for tensor in tensors)
@@ -45,7 +45,7 @@ def test_no_page_of_them_exists() -> None:
 
 
 def test_counters_and_single_values_are_what_they_are() -> None:
-    with untouched():
+    with Untouched(Kept()):
         scale = torch.tensor([2.0]).float().clone()
         step = torch.zeros(())
         step.fill_(3.0)
@@ -58,7 +58,7 @@ def test_counters_and_single_values_are_what_they_are() -> None:
 
 
 def test_views_lie_where_they_would() -> None:
-    with untouched():
+    with Untouched(Kept()):
         buffer = torch.zeros(64)
         view = buffer[16:32].view(4, 4)
     view.fill_(5.0)
@@ -73,7 +73,7 @@ def test_another_thread_trains_meanwhile() -> None:
         total.copy_(torch.ones(8))
         found.append(float(total.clone().sum()))
 
-    with untouched():
+    with Untouched(Kept()):
         thread = threading.Thread(target=train)
         thread.start()
         thread.join()
@@ -81,7 +81,7 @@ def test_another_thread_trains_meanwhile() -> None:
 
 
 def test_it_ends_with_an_error_too() -> None:
-    with pytest.raises(ValueError, match="of the caller"), untouched():
+    with pytest.raises(ValueError, match="of the caller"), Untouched(Kept()):
         raise ValueError("of the caller")
     assert torch.zeros(8).copy_(torch.ones(8)).tolist() == [1.0] * 8
 
@@ -90,7 +90,7 @@ def test_what_was_kept_is_used_once_where_size_and_type_are_the_same() -> None:
     first, second = torch.full((6,), 1.0), torch.full((2, 3), 2.0)
     other, view = torch.zeros(6, dtype=torch.bfloat16), first[2:]
     like = torch.ones(6)
-    with untouched(Kept([first, view, second, other])):
+    with Untouched(Kept([first, view, second, other])):
         made = [torch.zeros(3, 2), torch.empty_like(like), torch.zeros(6)]
         larger, low = torch.zeros(8), torch.zeros(6).bfloat16()
     addresses = [tensor.data_ptr() for tensor in made]
@@ -105,7 +105,7 @@ def test_what_was_kept_is_used_once_where_size_and_type_are_the_same() -> None:
 def test_what_was_kept_and_not_used_is_freed() -> None:
     before = resident_bytes()
     kept = Kept([torch.ones(LARGE), torch.ones(2 * LARGE)])
-    with untouched(kept):
+    with Untouched(kept):
         used = torch.zeros(LARGE)
     del kept
     assert 3 * LARGE < resident_bytes() - before < 5 * LARGE
@@ -118,5 +118,5 @@ def test_other_threads_may_compile_meanwhile(monkeypatch: pytest.MonkeyPatch) ->
 
     name = "_is_in_any_mode_without_ignore_compile_internals"
     monkeypatch.setattr(_python_dispatch, name, False)  # whatever modes have left it before
-    with untouched():
+    with Untouched(Kept()):
         assert not _python_dispatch.is_in_any_mode_without_ignore_compile_internals()
