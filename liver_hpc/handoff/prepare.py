@@ -24,7 +24,6 @@ from liver_hpc.transport.wire import Wire, group_wire
 from liver_hpc.world import hollow, rehearsed
 from liver_hpc.world.context import WorkerContext
 from liver_hpc.world.groups import GroupBook
-from liver_hpc.world.rehearsed import Shapes
 from liver_hpc.world.store import ControlStore
 from liver_hpc.world.take_over import take_over
 from liver_hpc.world.untouched import Kept
@@ -148,7 +147,7 @@ def _rehearses(session: Session, source_world: World | None) -> bool:
     if source_world is not None and not source_world.allows_rehearsal_beside:
         return False
     micro_batch = context.config.train.micro_batch
-    seat = Shapes.of_seat(context.recipe.spec, micro_batch, target.layout, at)
+    seat = rehearsed.shapes_of(context.recipe.spec, micro_batch, target.layout, at)
     return handoff.warm_up_again or not rehearsed.known(seat, device)
 
 

@@ -8,8 +8,6 @@ that are forked from it (`worker/warm.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from liver_hpc.config.schema import HandoffSection
@@ -17,43 +15,23 @@ from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.layout.ownership import local_shape
 from liver_hpc.layout.tensors import PARAMETER, ModelSpec
 
+Shapes = tuple[object, ...]
+
 _rehearsed: set[Shapes] = set()
 _all_imported = False
 
 
-@dataclass(frozen=True)
-class Shapes:
-    """What the kernels of a step depend on.
-
-    model: digest of its spec. tensors: shape of each that the seat holds, and bytes of an element.
-    ends: whether the seat is in the first stage, and in the last one. layout: of it, what splits
-    activations or chooses the schedule.
-    """
-
-    model: str
-    micro_batch: int
-    layout: tuple[int | bool, ...]
-    ends: tuple[bool, bool]
-    tensors: tuple[tuple[tuple[int, ...], int], ...]
-
-    @classmethod
-    def of_seat(cls, model: ModelSpec, micro_batch: int, layout: Layout, at: Coordinate) -> Shapes:
-        """Of a seat that need not have been built."""
-        return cls(
-            model.digest,
-            micro_batch,
-            (layout.tp, layout.cp, layout.ep, layout.sequence_parallel, layout.vpp, layout.pp > 1),
-            (at.pp == 0, at.pp == layout.pp - 1),
-            tuple(
-                sorted(
-                    (
-                        local_shape(model.tensors[index], layout.tp),
-                        model.element_bytes(PARAMETER, index),
-                    )
-                    for index in model.held_tensors(layout, at)
-                )
-            ),
-        )
+def shapes_of(model: ModelSpec, micro_batch: int, layout: Layout, at: Coordinate) -> Shapes:
+    """What the kernels of a step depend on, of a seat that need not have been built: shapes of the
+    tensors that it holds, and bytes of an element; whether it is in the first stage, and in the
+    last one; and of the layout what splits activations or chooses the schedule."""
+    held = sorted(
+        (local_shape(model.tensors[index], layout.tp), model.element_bytes(PARAMETER, index))
+        for index in model.held_tensors(layout, at)
+    )
+    splits = (layout.tp, layout.cp, layout.ep, layout.sequence_parallel, layout.vpp, layout.pp > 1)
+    ends = (at.pp == 0, at.pp == layout.pp - 1)
+    return (model.digest, micro_batch, splits, ends, tuple(held))
 
 
 def remember(shapes: Shapes) -> None:

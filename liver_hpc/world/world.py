@@ -42,7 +42,6 @@ from liver_hpc.world.chunks import clear_caches, forget, undisturbed, wrapped
 from liver_hpc.world.device import Device
 from liver_hpc.world.forward_times import new_timer
 from liver_hpc.world.groups import GroupBook
-from liver_hpc.world.rehearsed import Shapes
 from liver_hpc.world.sharded import state_tensors
 from liver_hpc.world.state import HeldTensor, WorldState
 from liver_hpc.world.steps import Flags, Gradients, StepResult
@@ -176,9 +175,9 @@ class World:
         learn (`world/rehearsed.py`).
         """
         recipe, layout = self.recipe, self.rank_map.layout
-        shapes = Shapes.of_seat(recipe.spec, recipe.config.train.micro_batch, layout, self.at)
-        device = self.device.torch_device
-        if again or not rehearsed.known(shapes, device):
+        micro_batch = recipe.config.train.micro_batch
+        shapes = rehearsed.shapes_of(recipe.spec, micro_batch, layout, self.at)
+        if again or not rehearsed.known(shapes, self.device.torch_device):
             self._rehearse(layout.pp if layout.vpp > 1 else 1)
             rehearsed.remember(shapes)
 

@@ -28,7 +28,6 @@ from liver_hpc.worker.trainer import Trainer
 from liver_hpc.world import rehearsed
 from liver_hpc.world.device import Device, Network, Room
 from liver_hpc.world.groups import GroupBook
-from liver_hpc.world.rehearsed import Shapes
 from tests.late_device import LateBackend, LateDevice, LateGroup, LateNetwork, Machines
 from tests.late_worlds import ANSWER_S, LIMITS, LateRun, LateWorld, late_worlds
 from tests.unit.layout.models import TIED
@@ -677,7 +676,7 @@ def test_a_seat_that_is_known_wants_no_room_for_a_rehearsal(
 ) -> None:
     at = MOVED.coordinate_of(1)
     assert at is not None
-    seat = Shapes.of_seat(TIED, 1, MOVED.layout, at)
+    seat = rehearsed.shapes_of(TIED, 1, MOVED.layout, at)
     monkeypatch.setattr(rehearsed, "_rehearsed", {seat})
     run.rooms[1] = Room(free_bytes=1 << 30, peak_bytes=1 << 40)
     run.begin()

@@ -5,12 +5,12 @@ import torch
 
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.world import rehearsed
-from liver_hpc.world.rehearsed import Shapes
+from liver_hpc.world.rehearsed import Shapes, shapes_of
 from tests.unit.layout.models import TIED
 
 
 def shapes_at(layout: str, at: tuple[int, int, int]) -> Shapes:
-    return Shapes.of_seat(TIED, 1, Layout.parse(layout), Coordinate(*at))
+    return shapes_of(TIED, 1, Layout.parse(layout), Coordinate(*at))
 
 
 @pytest.mark.parametrize(
