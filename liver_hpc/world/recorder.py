@@ -98,16 +98,16 @@ class Recorder(TorchDispatchMode):
         written = _written(function, args, kwargs)
         if len(written) == 1 and written[0] is args[0]:
             (target,) = written
-            self._write(target, self._after(name, target, args, kwargs))
+            self.write(target, self._after(name, target, args, kwargs))
             without_effect = name in DRAWS or (target.is_meta and name in _VALUES_ALONE)
             return target if without_effect else function(*args, **kwargs)
         for each in written:
-            self._write(each, _computed(name))
+            self.write(each, _computed(name))
         inputs = {_key(each) for each in _tensors((args, kwargs))}
         made = function(*args, **kwargs)
         for each in _tensors(made):
             if _key(each) not in inputs:
-                self._note(each, self._made(name, each, args, kwargs))
+                self.note(each, self._made(name, each, args, kwargs))
         return made
 
     # ---- what is in a memory
@@ -119,30 +119,20 @@ class Recorder(TorchDispatchMode):
             return _Content(why="a draw is repeated in it")
         return content
 
-    def hold(self, tensor: torch.Tensor, number: float) -> None:
-        """Notes that a tensor has been made of one number."""
-        self._note(tensor, _filled(number))
-
-    def spoil(self, tensor: torch.Tensor, why: str) -> None:
-        """Notes that what a tensor is filled with cannot be drawn again."""
-        self._note(tensor, _Content(why=why))
-
-    def draw(self, tensor: torch.Tensor, name: str, *numbers: float) -> None:
-        """Notes that a tensor is filled by a draw that torch does not do on the meta device."""
-        self._write(tensor, _drawn(name, *numbers))
-
-    def _note(self, tensor: torch.Tensor, content: _Content) -> None:
+    def note(self, tensor: torch.Tensor, content: _Content) -> None:
+        """A memory has just been made, with this in it."""
         if not tensor.is_floating_point() and content.operations not in _WHOLE_NUMBERS:
             content = _computed(str(tensor.dtype))
         # The memory is kept, so that no other one gets its key.
         self._contents[_key(tensor)] = (tensor.untyped_storage(), content)
 
-    def _write(self, tensor: torch.Tensor, content: _Content) -> None:
+    def write(self, tensor: torch.Tensor, content: _Content) -> None:
+        """A tensor, which may be a part of its memory, is filled with this."""
         if tensor.numel() != _elements(tensor):
             _, before = self._contents.get(_key(tensor), (None, _NOTHING))
             if content.draw is not None or content != before:
                 content = _Content(why="a part of it is filled otherwise than the rest")
-        self._note(tensor, content)
+        self.note(tensor, content)
 
     # ---- what an operation makes of it
 
@@ -229,7 +219,7 @@ class _Calls(TorchFunctionMode):
         if getattr(function, "__name__", "") == "tensor":
             number = _one_number(args[0] if args else (kwargs or {}).get("data"))
             if number is not None:
-                self._recorder.hold(result, number)
+                self._recorder.note(result, _filled(number))
         elif function == _ASKS_FOR_META and result:
             self._asked(args[0], sys._getframe(1))
         return result
@@ -245,9 +235,9 @@ class _Calls(TorchFunctionMode):
         values, name = frame.f_locals, frame.f_code.co_name.removeprefix("_no_grad_")
         if name == TRUNCATED:
             numbers = (values[each] for each in ("mean", "std", "a", "b"))
-            self._recorder.draw(tensor, name, *map(float, numbers))
+            self._recorder.write(tensor, _drawn(name, *map(float, numbers)))
         else:
-            self._recorder.spoil(tensor, f"torch.nn.init.{name} fills it")
+            self._recorder.note(tensor, _Content(why=f"torch.nn.init.{name} fills it"))
 
 
 @contextmanager
