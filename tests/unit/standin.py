@@ -1,7 +1,8 @@
 """A coordinator that trains nothing: it listens, answers operators, and ends as it is told.
 
 Operator commands meet it in the test process. `sitecustomize_in` puts it in the place of
-`liver_hpc.coordinator.main` in every process that the test starts.
+`liver_hpc.coordinator.main` in every process that the test starts; of those, one that is to derive
+a model's spec imports no torch.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from liver_hpc.protocol.messages import (
     StopRequest,
 )
 from liver_hpc.protocol.status import StatusSnapshot
+from liver_hpc.recipes.specs import DERIVE_MODULE
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed
 from liver_hpc.rendezvous.server import ControlServer
 from liver_hpc.run.events import EndNear, StopSignalled
@@ -156,12 +158,22 @@ module = types.ModuleType("liver_hpc.coordinator.main")
 module.run_coordinator = run_coordinator
 sys.modules["liver_hpc.coordinator.main"] = module
 """
+BY_RULE = f"""
+if {DERIVE_MODULE!r} in sys.orig_argv:
+    from tests.unit.by_rule import answer
+    at = sys.orig_argv.index({DERIVE_MODULE!r})
+    answer(*sys.orig_argv[at + 1 : at + 3])
+"""
 
 
-def sitecustomize_in(directory: Path, repository: Path, before: str = "pass") -> None:
+def sitecustomize_in(
+    directory: Path, repository: Path, before: str = "pass", by_rule: bool = True
+) -> None:
     """For PYTHONPATH: processes then find the stand-in as `liver_hpc.coordinator.main`.
 
-    `before` is a statement that the coordinator starts with.
+    `before` is a statement that the coordinator starts with. by_rule: specs are by rule; models
+    must be GPTs then.
     """
     text = SITECUSTOMIZE.format(repository=str(repository), before=before)
+    text += BY_RULE if by_rule else ""
     (directory / "sitecustomize.py").write_text(text)

@@ -1,4 +1,4 @@
-"""No test of the commands waits for a model to be built, but those that start them as processes."""
+"""No test of the commands waits for a model to be built, but those in test_stray_files.py."""
 
 from __future__ import annotations
 
@@ -7,20 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpt_spec import gpt_spec
 from liver_hpc.cli import submission
-from liver_hpc.config.schema import RunConfig
-from liver_hpc.layout.tensors import ModelSpec
-from liver_hpc.recipes.gpt_config import GPTConfig
 from liver_hpc.run.directory import RunDirectory, create_run_directory, point_latest
+from tests.unit.by_rule import by_rule
 from tests.unit.config.runs import minimal
 
 
 @pytest.fixture(autouse=True)
 def spec_by_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    def by_rule(config: RunConfig) -> ModelSpec:
-        return gpt_spec(GPTConfig.model_validate(config.model))
-
     monkeypatch.setattr(submission, "derive_spec", by_rule)
 
 

@@ -44,7 +44,7 @@ def here(tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> P
         )
     monkeypatch.chdir(here)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{repository}")
-    sitecustomize_in(tmp_path, repository)
+    sitecustomize_in(tmp_path, repository, by_rule=False)
     return here
 
 

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from liver_hpc.cli import submission
 from liver_hpc.cli.dry_run import describe_run
 from liver_hpc.cli.submission import checked_run
 from liver_hpc.config.load import dump_run, load_run, parse_run
 from liver_hpc.errors import ConfigError
+from tests.unit.by_rule import by_rule
 from tests.unit.config.runs import minimal, write_minimal
 
 
@@ -71,6 +73,12 @@ def test_submit_writes_the_table_out(tmp_path: Path) -> None:
     assert "#   4        tp1 pp1 dp4" in text
 
 
+@pytest.fixture
+def spec_by_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submission, "derive_spec", by_rule)
+
+
+@pytest.mark.usefixtures("spec_by_rule")
 def test_no_layout_of_the_initial_workers() -> None:
     run = minimal(
         layouts="auto",
@@ -81,6 +89,7 @@ def test_no_layout_of_the_initial_workers() -> None:
         checked_run(run)
 
 
+@pytest.mark.usefixtures("spec_by_rule")
 def test_memory_that_does_not_even_hold_the_staging() -> None:
     staging = minimal().handoff.staging_bytes
     with pytest.raises(ConfigError, match=r"more than policy\.memory_bytes"):
