@@ -433,7 +433,7 @@ def test_what_is_on_the_disk_is_the_state_of_its_boundary(
     run: LateRun, tmp_path: Path, every: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where workers have to agree on the boundary."""
-    monkeypatch.setattr(saving, "SHORTEST_S", 0.0)
+    monkeypatch.setattr(saving, "interval_s", lambda _took_s, _cost: 0.0)
     run.saves_every = every
     run.begin()
     wait_until(lambda: len(saved_of(run)) >= 4 * len(TP.workers))

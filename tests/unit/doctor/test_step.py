@@ -92,7 +92,8 @@ def test_a_late_node_has_a_deadline_and_the_others_are_named() -> None:
         probes.ask((), "a", 1.0)
 
 
-def test_a_step_that_does_not_end_with_its_input_is_ended() -> None:
+def test_a_step_that_does_not_end_with_its_input_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("liver_hpc.doctor.nodes._END_S", 0.5)
     silent = python("import time; time.sleep(300)")
     with closing(silent), pytest.raises(DeadlineError, match=r"waited 0.3 s for the a probe on n1"):
         silent.ask(["n1"], "a", 0.3)

@@ -395,7 +395,7 @@ def test_without_aborted_backends_it_stays(run: LateRun, without: Any) -> None:
     LateWorld.syncs, LateWorld.breaks = True, frozenset({2})
     run.begin()
     with pytest.raises(AssertionError, match="no end"):
-        run.hand_off(MOVED, within_s=3.0)
+        run.hand_off(MOVED, within_s=1.5)
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -22,7 +22,7 @@ from liver_hpc.run.actions import Ending
 from liver_hpc.run.records import NoticeRecord, ReconfigurationRecord, RecoveryRecord
 from tests.unit.run.endings import schedule
 
-SCHEDULES = 1_500
+SCHEDULES = 1_000
 MANY_SCHEDULES = 40_000
 SEEN = ReconfigurationRecord | NoticeRecord
 
@@ -92,7 +92,7 @@ def journals_digest(schedules: int) -> str:
 def test_another_process_decides_the_same(repository: Path) -> None:
     """The order of a set differs from process to process; no decision may depend on it."""
     code = (
-        "from tests.unit.run.test_run_machine import journals_digest; print(journals_digest(200))"
+        "from tests.unit.run.test_run_machine import journals_digest; print(journals_digest(100))"
     )
     elsewhere = subprocess.run(
         [sys.executable, "-c", code],
@@ -102,4 +102,4 @@ def test_another_process_decides_the_same(repository: Path) -> None:
         text=True,
         check=True,
     )
-    assert elsewhere.stdout.strip() == journals_digest(200)
+    assert elsewhere.stdout.strip() == journals_digest(100)

@@ -69,6 +69,7 @@ def wrong_steps(seed: int) -> list[int]:
         flag = one.flags()
         one.agree(flag, flag)
         plain.begin()
+    one.snapshots.halt()
     one.machines.stop()
     return wrong
 

@@ -35,7 +35,7 @@ def print_and_leave(output: str, *options: str) -> int:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("options", [(), ("-u",)])
+@pytest.mark.parametrize("options", [(), pytest.param(("-u",), marks=pytest.mark.long)])
 def test_a_worker_that_prints_onto_a_full_disk_goes_on_to_its_end(options: tuple[str, ...]) -> None:
     assert print_and_leave("/dev/full", *options) == 4
 
