@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import signal
@@ -40,6 +41,12 @@ LONG_FILES = (
     "integration/test_operated_runs.py",
     "cluster/test_runs.py",
 )
+
+
+def pytest_collection_finish() -> None:
+    """No later collection walks what all these modules have brought: that takes up to a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -470,7 +470,7 @@ finally:
 """
 
 
-@pytest.mark.parametrize("words", [[], ["in threads"]])
+@pytest.mark.parametrize("words", [pytest.param([], marks=pytest.mark.long), ["in threads"]])
 def test_a_thread_calls_what_is_compiled_while_another_one_is_traced(words: list[str]) -> None:
     """In a process of its own, as what stands for CUDA makes torch.compile do nothing."""
     command = [sys.executable, "-P", "-c", COMPILES, *words]
