@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing import connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,13 @@ from liver_hpc.host.process import raise_descriptor_limit
 
 BOOT_S = 120.0
 END_S = 10.0
+
+
+def forking() -> ForkServerContext:
+    """What forks processes from one that has imported torch and megatron."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.transitions.imported"])
+    return context
 
 
 class _Answer(NamedTuple):
@@ -43,8 +51,7 @@ class Pool:
         self, workers: int, opened: Callable[[int], Any], start: str = "forkserver"
     ) -> None:
         self.seconds: dict[str, float] = {}
-        context: Any = multiprocessing.get_context(start)
-        context.set_forkserver_preload(["benchmarks.transitions.imported"])
+        context: Any = forking() if start == "forkserver" else multiprocessing.get_context(start)
         self._connections: list[Any] = []
         self._processes = []
         for worker in range(workers):

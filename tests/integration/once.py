@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from liver_hpc.cli import submission
+from liver_hpc.cli import check_model, submission
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.recipes import specs
 from liver_hpc.recipes.base import load_recipe
+from tests.integration.forked import child
 
 
 @contextmanager
@@ -31,9 +32,9 @@ def made_once(paths: pytest.TempPathFactory, name: str) -> Iterator[Path]:
 
 @contextmanager
 def derived_once(paths: pytest.TempPathFactory) -> Iterator[None]:
-    """Runs whose specs depend on the same get the same one: to derive it, a process has to import
-    torch."""
-    derive = submission.derive_spec
+    """Runs whose specs depend on the same get the same one, and who derives one is forked: a
+    process that begins anew has to import torch."""
+    derive = specs.derive_spec
 
     def derive_once(config: RunConfig) -> ModelSpec:
         with made_once(paths, specs._key(load_recipe(config))) as path:
@@ -43,5 +44,7 @@ def derived_once(paths: pytest.TempPathFactory) -> Iterator[None]:
             return specs.Answer[ModelSpec].read(path, config, "made by another test")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(submission, "derive_spec", derive_once)
+        for module in (submission, check_model):
+            patch.setattr(module, "derive_spec", derive_once)
+        patch.setattr(specs, "Child", child)
         yield
