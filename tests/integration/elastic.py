@@ -9,14 +9,17 @@ from liver_hpc.report.store import RunRecords, read_run
 from tests.integration.runs import ENDLESS, run_config, start, stop_and_read, watch
 
 
-def elastic_run(tmp_path: Path, notices: list[dict[str, Any]], **sections: Any) -> RunRecords:
-    """A run that stops a few steps after the last of its scripted handoffs has ended."""
+def elastic_run(
+    tmp_path: Path, notices: list[dict[str, Any]], at_least: int = 0, **sections: Any
+) -> RunRecords:
+    """A run that stops a few steps after the last of its scripted handoffs has ended, and after
+    `at_least` so many steps."""
     config = run_config(tmp_path, ENDLESS, notices=notices, **sections)
     run = start(config)
     watch(run, lambda status: status.handoffs_done + status.handoffs_aborted == len(notices), 150.0)
     watch(run, lambda status: status.handoff is None and not status.queued, 10.0)
     last = read_run(run.path).reconfigurations[-1].step
-    watch(run, lambda status: status.step >= max(60, last + 4), 60.0)
+    watch(run, lambda status: status.step >= max(at_least, last + 4), 60.0)
     return stop_and_read(run)
 
 

@@ -121,7 +121,7 @@ def test_a_run_with_handoffs_during_its_ramp_up_matches_a_fixed_run(
         {"at_step": 3, "layout": {"tp": 2, "dp": 2}},
         {"at_step": 4, "layout": {"dp": 4}},
     ]
-    records = elastic_run(tmp_path, notices, train=RAMP, schedule=SCHEDULE)
+    records = elastic_run(tmp_path, notices, at_least=60, train=RAMP, schedule=SCHEDULE)
     assert [r.outcome for r in records.reconfigurations] == ["completed"] * 3
     train = TrainSection.model_validate({"steps": 1, **RAMP})
     ramp_ends = stretches(train)[-1].first_step

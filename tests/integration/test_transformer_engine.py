@@ -95,6 +95,7 @@ def test_a_run_of_its_layers_trains_as_one_whose_shape_does_not_change(
     assert worst_difference(losses(moved), losses(quiet)) <= 1e-4
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("engine", "unhurried_steps")
 def test_its_dropout_is_the_same_after_a_handoff(
@@ -114,6 +115,7 @@ def test_its_experts_compute_in_groups(tmp_path: Path, monkeypatch: pytest.Monke
     assert worst_difference(losses(moved), losses(quiet)) <= 1e-4
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("engine", "unhurried_steps")
 def test_its_layers_are_handed_off_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +127,22 @@ def test_its_layers_are_handed_off_in_bf16(tmp_path: Path, monkeypatch: pytest.M
     assert worst_difference(losses(moved), losses(quiet)) <= 0.05
 
 
+LATENT = "tests.integration.latent:LatentGPT"
+
+
+@pytest.mark.usefixtures("engine")
+def test_what_latent_attention_projects_down_is_whole_on_each_tp_rank(tmp_path: Path) -> None:
+    """Transformer Engine marks it as if it was split."""
+    model = {"implementation": "te", "query_groups": 4}
+    config = run_config(tmp_path, 5, recipe=LATENT, model=model, layouts={2: LAYOUTS[2]})
+    spec = derive_spec(config)
+    assert spec.refused == {}
+    down = [tensor for tensor in spec.tensors if "down_proj.weight" in tensor.name]
+    assert len(down) == 2 * 4
+    assert {tensor.tp_dim for tensor in down} == {None}
+
+
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("engine", "unhurried_steps")
 def test_latent_attention_trains_the_same_however_tensors_are_split(
@@ -132,6 +150,6 @@ def test_latent_attention_trains_the_same_however_tensors_are_split(
 ) -> None:
     """Each tp rank projects down alone, by layers that Transformer Engine marks as if they were
     split."""
-    recipe, shapes = "tests.integration.latent:LatentGPT", [{"layout": TP}, {"layout": PP}]
-    elastic, quiet = _moved_and_quiet(tmp_path, monkeypatch, shapes, recipe, query_groups=4)
+    shapes = [{"layout": TP}, {"layout": PP}]
+    elastic, quiet = _moved_and_quiet(tmp_path, monkeypatch, shapes, LATENT, query_groups=4)
     assert worst_difference(losses(elastic), losses(quiet)) < 1e-5
