@@ -64,6 +64,7 @@ def test_a_copy_that_drifts_is_found_beside_a_step_and_ends_the_run(tmp_path: Pa
     wait_until(lambda: not processes_of(run), 20.0, "the run's processes to end")
 
 
+@pytest.mark.long
 def test_operators_resize_replace_and_stop_a_run(tmp_path: Path) -> None:
     run = start(run_config(tmp_path, ENDLESS))
     watch(run, lambda status: status.step >= 2, 60.0)

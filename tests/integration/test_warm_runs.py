@@ -71,6 +71,9 @@ def test_one_agent_rehearses_once_and_forks_all_workers_and_executes_when_it_can
         ("completed", True),
         ("completed", True),
     ]
+    assert [each.generation for each in records.networks] == [0, 1, 2]
+    assert {each.transport for each in records.networks} == {"gloo tcp"}
+    assert all("lo/127.0.0.1" in each.detail for each in records.networks)
     wait_until(lambda: not processes_of(run), 20.0, "the run's processes to end")
 
 
