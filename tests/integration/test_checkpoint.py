@@ -158,6 +158,7 @@ def test_a_file_in_which_a_byte_has_changed_is_refused_by_name(copied: RunDirect
     wait_until(lambda: not processes_of(copied), 20.0, f"processes {processes_of(copied)}")
 
 
+@pytest.mark.long
 def test_a_run_of_another_model_is_refused(copied: RunDirectory) -> None:
     config = copied.config()
     other = config.model_copy(update={"model": {**config.model, "hidden": 128}})

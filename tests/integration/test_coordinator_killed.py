@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from liver_hpc.cli.client import stop
 from liver_hpc.report.store import RunRecords, read_run
 from liver_hpc.run.directory import RunDirectory
 from tests.integration.mortal import DEATHS, STILL
@@ -62,7 +61,8 @@ def lives(run: RunDirectory, pid: int) -> bool:
 
 
 def ended_well(run: RunDirectory, quiet: RunRecords) -> RunRecords:
-    """Stops the run; all its steps were done once, as if nothing had happened; nothing is left."""
+    """Stops the run, by the coordinator that there is by now; all its steps were done once, as if
+    nothing had happened; nothing is left."""
     records = stop_and_read(run)
     assert worst_difference(losses(records), losses(quiet)) <= 1e-4
     assert records.recoveries == []
@@ -82,7 +82,7 @@ def test_killed_three_times_and_once_in_a_handoff_the_run_has_the_same_losses(
     assert (run.path / "died-vote-after").exists()
     await_next(run, kill(run))
     step = read_run(run.path).steps[-1].step
-    watch(run, lambda status: status.step >= step + 10, 60.0)
+    watch(run, lambda status: status.step >= step + 5, 60.0)
     records = ended_well(run, quiet)
     assert [row.outcome for row in records.reconfigurations] == ["completed"]
     check_followed(run, records)
@@ -187,14 +187,7 @@ def test_a_handoff_ends_in_one_of_its_worlds_whenever_the_coordinator_dies(
     assert outcomes in ([["aborted"]] if fails else [["completed"], ["aborted", "completed"]])
 
 
-def test_operators_reach_the_coordinator_that_has_taken_over(tmp_path: Path) -> None:
-    run = start(run_config(tmp_path, ENDLESS))
-    watch(run, lambda status: status.step >= 3, 100.0)
-    await_next(run, kill(run))
-    assert stop(run).state == "stopped"
-
-
-@pytest.mark.parametrize("every_steps", [None, 10])
+@pytest.mark.parametrize("every_steps", [pytest.param(None, marks=pytest.mark.long), 10])
 def test_a_run_that_ends_without_a_coordinator_has_finished_once_there_is_one(
     every_steps: int | None, tmp_path: Path
 ) -> None:

@@ -300,6 +300,7 @@ def test_strangers_at_every_port_change_nothing(tmp_path: Path, quiet: RunRecord
     wait_until(lambda: not all_processes(run), 20.0, f"the end of {all_processes(run)}")
 
 
+@pytest.mark.long
 def test_who_takes_a_place_in_a_new_group_hears_nothing_and_forges_nothing(
     tmp_path: Path, quiet: RunRecords
 ) -> None:
