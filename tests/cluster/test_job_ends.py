@@ -95,6 +95,7 @@ def test_a_script_of_ones_own_goes_on_likewise_and_a_refused_request_delays_noth
         each_step_once(run.records())
 
 
+@pytest.mark.long
 def test_a_killed_coordinator_is_followed_by_another_one_and_no_step_is_lost(
     run_cluster: SlurmCluster,
 ) -> None:

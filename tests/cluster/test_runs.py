@@ -215,6 +215,7 @@ def test_a_burst_node_that_is_not_well_goes_back_and_another_one_is_used(
         run.nothing_is_left()
 
 
+@pytest.mark.long
 def test_a_run_does_not_start_on_a_node_that_is_not_well(run_cluster: SlurmCluster) -> None:
     check = "test $SLURMD_NODENAME != n2 || { echo no scratch; exit 1; }"
     with slurm_run(run_cluster, "unwell", 0, health_check=check) as run:

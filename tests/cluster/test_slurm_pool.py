@@ -125,7 +125,13 @@ def test_a_late_grant_is_a_grant_and_an_unwanted_request_is_withdrawn(
     assert len(run.told("NodeGranted", burst=True)) == 1
 
 
-@pytest.mark.parametrize("refusal", [{"partition": "nowhere"}, {"options": {"constraint": "gold"}}])
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        {"partition": "nowhere"},
+        pytest.param({"options": {"constraint": "gold"}}, marks=pytest.mark.long),
+    ],
+)
 def test_a_refused_request_is_repeated_ever_more_rarely(
     slurm_cluster: SlurmCluster, name: str, refusal: dict[str, Any]
 ) -> None:
