@@ -415,11 +415,15 @@ def test_a_run_file_that_says_how_often_is_not_asked_again(tmp_path: Path) -> No
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LateRun]:
-    machines = Machines(0)
+def disk(tmp_path: Path) -> Disk:
+    return Disk(TIED, tmp_path, keep=1)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, disk: Disk) -> Iterator[LateRun]:
+    machines = Machines(0)  # the threads of the disk, which are there already, are not waited for
     with late_worlds(monkeypatch, machines) as ledger:
-        directory = Disk(TIED, tmp_path).directory
-        yield LateRun(machines, TP, ledger=ledger, saves_every=3, checkpoints=directory)
+        yield LateRun(machines, TP, ledger=ledger, saves_every=3, checkpoints=disk.directory)
 
 
 def saved_of(run: LateRun) -> list[Saved]:
@@ -430,7 +434,7 @@ def saved_of(run: LateRun) -> list[Saved]:
 
 @pytest.mark.parametrize("every", [3, "auto"])
 def test_what_is_on_the_disk_is_the_state_of_its_boundary(
-    run: LateRun, tmp_path: Path, every: object, monkeypatch: pytest.MonkeyPatch
+    run: LateRun, disk: Disk, every: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where workers have to agree on the boundary."""
     monkeypatch.setattr(saving, "interval_s", lambda _took_s, _cost: 0.0)
@@ -438,22 +442,22 @@ def test_what_is_on_the_disk_is_the_state_of_its_boundary(
     run.begin()
     wait_until(lambda: len(saved_of(run)) >= 4 * len(TP.workers))
     run.check(TP.workers)
-    assert differences(run, tmp_path) == []
+    assert differences(run, disk) == []
 
 
 def test_an_update_that_does_not_wait_for_the_copy_is_found_out(
-    run: LateRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: LateRun, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saving.Saving, "taken", lambda _saving: None)
     run.begin()
     wait_until(lambda: len(saved_of(run)) >= 4 * len(TP.workers))
     run.stop(TP.workers)
-    assert differences(run, tmp_path) != []
+    assert differences(run, disk) != []
 
 
-def differences(run: LateRun, tmp_path: Path) -> list[object]:
+def differences(run: LateRun, disk: Disk) -> list[object]:
     """Checkpoints that are not what a world is after so many steps, by what is read of them."""
-    disk, found = Disk(TIED, tmp_path, keep=1), []
+    found = list[object]()
     for saved in saved_of(run):
         outcome = save_part(disk.checkpoints, saved, WorldRef(1, TP))
         if outcome is None:
