@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from benchmarks.stream.__main__ import SMALL_HANDOFF, durations_s, main
 from benchmarks.stream.process import PeakMemory, Report, Span
 from benchmarks.stream.transfers import SMALL, Transfer, least_bytes, pair_bytes, transfers
+from benchmarks.transitions.pool import forking
 from liver_hpc.layout.memory import handoff_bytes
 from tests.unit.layout.models import state_bytes
 
@@ -50,7 +52,10 @@ def test_peak_memory_sees_what_was_freed_again() -> None:
 
 
 @pytest.mark.timeout(180)
-def test_the_quick_run_writes_its_figures(tmp_path: Path) -> None:
+def test_the_quick_run_writes_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By processes that are forked here, which spares each of them the import of torch."""
+    context = forking()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _how: context)
     assert main(["--quick", "--json", str(tmp_path / "r.json")]) == 0
     written = json.loads((tmp_path / "r.json").read_text())
     assert set(written["figures"]) == {
