@@ -274,7 +274,7 @@ def test_a_collective_in_parts_that_fails_leaves_no_group_of_nccls_open(
     install_sentinel(0)
     installed, codes = getattr(dist, name), set()
     while installed is not None:
-        codes.add(installed.__code__)
+        codes.add(getattr(installed, "__code__", None))  # a stand-in for CUDA's has none
         installed = getattr(installed, "__wrapped__", None)
     assert collective.__code__ in codes
 
