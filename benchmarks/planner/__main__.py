@@ -10,8 +10,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import BenchmarkResult, Spread, interleaved, parser, reported
-from benchmarks.planner.cases import Case, cases
+from benchmarks.planner.cases import Case, cases, fresh_model
+from benchmarks.planner.derivation import derived
 from benchmarks.planner.measure import Planned, peak_bytes, plan_once, plan_parameters
+from benchmarks.planner.placements import distances, place_s, resolve_s
 
 if TYPE_CHECKING:  # it imports megatron-core, which may be absent
     from benchmarks.planner.megatron_planner import MegatronPlanner
@@ -20,6 +22,8 @@ SIZES = (64, 256, 1024, 4096, 16384, 65536)
 QUICK_SIZES = (64, 1024)
 MEGATRON_WORKERS = 1024
 QUICK_MEGATRON_WORKERS = 64
+
+OVER_EXACT = "bytes_between_nodes_over_exact"
 
 METHOD = {
     "model": "126 layers, hidden 16384, 8 query groups, bf16 parameters, fp32 Adam; tp8 pp16 and "
@@ -30,6 +34,13 @@ METHOD = {
     "plan, parameters and optimizer state; caches emptied before each. plan_s_N: the slowest "
     "sampled worker of all three handoffs, median of its repeats",
     "memory": "peak of Python's allocations (tracemalloc) during one such plan",
+    "auto": "CPU seconds of resolve_layouts for that model; 2,048 micro-batches, 120 GiB a worker",
+    "placement": "CPU seconds in which the target is seated, eight workers a node, the slowest of "
+    "the handoffs; bytes_between_nodes_over_exact: handoffs of a small model on 2 to 6 nodes of 2 "
+    "to 8 workers, bytes that no worker of their node holds, over the least of all placements "
+    "whose tensor-parallel groups are within nodes; the largest ratio",
+    "derivation": "wall seconds and peak resident memory of the child that derives the spec of "
+    "that model from megatron-core's own, for seven layouts",
     "megatron": "megatron.core.resharding.planner's own code; one rank plans for all, parameters "
     "only; its gather of metadata and its broadcast of plans are not timed. Against it: our plan "
     "of the parameters alone, the slowest sampled worker, on the same rank maps, interleaved. The "
@@ -45,9 +56,20 @@ class Effort:
     megatron_workers: int = MEGATRON_WORKERS
     sampled_workers: int = 7
     repeats: int = 5
+    placed_workers: int = 4096
+    compared_placements: int = 60
+    derives: bool = True
 
 
-QUICK = Effort(QUICK_SIZES, QUICK_MEGATRON_WORKERS, sampled_workers=2, repeats=1)
+QUICK = Effort(
+    QUICK_SIZES,
+    QUICK_MEGATRON_WORKERS,
+    sampled_workers=2,
+    repeats=1,
+    placed_workers=1024,
+    compared_placements=8,
+    derives=False,
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -75,9 +97,31 @@ def run(effort: Effort) -> BenchmarkResult:
         name = f"megatron_over_ours_{effort.megatron_workers}"
         figures[name], spreads[name] = least.median, least
         spreads |= {f"{name}_{case}": spread for case, spread in ratios.items()}
+    placing = placements(effort)
+    spreads |= placing
+    figures |= {name: spread.median for name, spread in placing.items()}
+    figures[OVER_EXACT] = placing[OVER_EXACT].high
+    if effort.derives:
+        made = derived()
+        figures |= {"derive_405b_s": made.took_s, "derive_405b_bytes": made.peak_bytes}
     return BenchmarkResult(
         "planner", figures, rows, method=METHOD, spread=spreads, repeats=effort.repeats
     )
+
+
+def placements(effort: Effort) -> dict[str, Spread]:
+    """Times at size, of the case that takes longest, and distances from the best at small sizes."""
+    workers, model = effort.placed_workers, fresh_model()
+    resolving = [resolve_s(workers) for _ in range(effort.repeats)]
+    placing = [
+        Spread.of([place_s(case, model) for _ in range(effort.repeats)]) for case in cases(workers)
+    ]
+    slowest = max(placing, key=lambda spread: spread.median)
+    return {
+        f"resolve_layouts_s_{workers}": Spread.of(resolving),
+        f"place_s_{workers}": slowest,
+        OVER_EXACT: Spread.of([*distances(effort.compared_placements)]),
+    }
 
 
 def measured(case: Case, effort: Effort) -> tuple[dict[str, Any], Spread]:

@@ -56,6 +56,12 @@ class Case:
             RankMap(self.target, self.target_workers, self.target_nodes),
         )
 
+    def place(self, model: ModelSpec) -> RankMap:
+        """Seats the target's workers, as the coordinator does."""
+        source, _ = self.rank_maps()
+        everybody = range(max(*self.source_workers, *self.target_workers) + 1)
+        return place(model, source, self.target, everybody, nodes_of(everybody))
+
     def sample(self, count: int) -> list[int]:
         """Workers at even distances through all that take part, the first and last included."""
         everybody = sorted({*self.source_workers, *self.target_workers})

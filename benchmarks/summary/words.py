@@ -122,6 +122,11 @@ FIGURES: dict[str, dict[str, str]] = {
         "plan_s_1024": "seconds in which one worker of 1,024 plans a handoff of a 405B model",
         "plan_s_16384": "the same of 16,384",
         "growth_1024_to_16384": "the second over the first",
+        "resolve_layouts_s_4096": "seconds that `layouts: auto` takes for 4,096 workers",
+        "place_s_4096": "seconds in which the coordinator seats them",
+        "bytes_between_nodes_over_exact": "as placed over the least, worst of 60 small handoffs",
+        "derive_405b_s": "seconds in which a 405B model's spec is derived from the model itself",
+        "derive_405b_bytes": "and the memory that it takes",
         "megatron_over_ours_1024": "time of Megatron's own planner over ours, same rank map",
     },
     "goodput": {

@@ -56,4 +56,6 @@ def test_the_quick_run_writes_its_figures(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "r.json").read_text())
     figures = written["figures"]
     assert {"plan_s_64", "plan_s_1024", "megatron_over_ours_64"} <= set(figures)
+    assert {"resolve_layouts_s_1024", "place_s_1024"} <= set(figures)
+    assert 1.0 <= figures["bytes_between_nodes_over_exact"] <= 1.1
     assert {row["handoff"] for row in written["rows"]} == {"grow", "shrink", "reshape"}

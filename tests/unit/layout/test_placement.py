@@ -10,13 +10,13 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.gpt_spec import gpt_spec
+from benchmarks.planner.exact import bytes_between_nodes, least_bytes_between_nodes
 from liver_hpc.layout import assignment
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.layout.memory import handoff_bytes
 from liver_hpc.layout.placement import first_rank_map, place
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.recipes.gpt_config import GPTConfig
-from tests.unit.layout.exact import bytes_between_nodes, least_bytes_between_nodes
 from tests.unit.layout.models import MODELS, TIED, rank_map
 from tests.unit.layout.test_overlap import EXPERTS
 
