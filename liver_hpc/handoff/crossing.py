@@ -101,6 +101,10 @@ class Crossing:
         vote = self._cross(None if boundary is None else boundary.scalars, gradients)
         voted_s = self._clock.now_s()
         context.send(vote)
+        if not vote.ok:
+            # Peers that wait for bytes from here must not wait until their deadline; but what they
+            # say of that, the coordinator hears after the cause.
+            self._target.transport.close()
         verdict = self._verdict()
         begun_s = self._clock.now_s()
         started_s, world = vote.started_s or voted_s, self._target.world
@@ -142,8 +146,6 @@ class Crossing:
         except (HandoffAborted, WorldHalted):
             raise
         except FAILURES as error:
-            # Peers that wait for bytes from here must not wait until their deadline.
-            self._target.transport.close()
             return vote.model_copy(
                 update={"ok": False, "reason": f"{type(error).__name__}: {error}"}
             )
