@@ -170,8 +170,7 @@ def flag(name: str) -> str:
 
 
 def problems_of(job: Owned) -> list[str]:
-    """What is missing, or not meant together, as Megatron asserts it; what the run file's own
-    checks see is left to them."""
+    """What is missing, or not meant together, as Megatron asserts it."""
     parts = (_missing(job), _in_object_stores(job), _contradictory(job), _ramp_problems(job))
     return [problem for part in parts for problem in part]
 
@@ -231,10 +230,17 @@ def _contradictory(job: Owned) -> Iterator[str]:
             f"--finetune with --save that is --load, {job['load']}: not supported, each start "
             "would begin at step 0 with what the one before has saved; instead: another --save"
         )
+    if job["overlap_param_gather"] and not job["overlap_grad_reduce"]:
+        yield "--overlap-param-gather wants --overlap-grad-reduce, as Megatron does"
+    if job["decoupled_min_lr"] is not None and job["decoupled_lr"] is None:
+        yield "--decoupled-min-lr wants --decoupled-lr: Megatron does not use it alone"
     if job["lr_decay_style"] == "WSD" and not any(job[name] for name in _WSD_LENGTHS):
         yield "--lr-decay-style WSD wants --lr-wsd-decay-iters or --lr-wsd-decay-samples"
     if not _is_split(job["split"] or SPLIT):
         yield f"--split {job['split']}: wanted one to three numbers with commas between"
+    for name in ("min_lr", "lr_warmup_init"):
+        if job["lr"] is not None and job[name] > job["lr"]:
+            yield f"{flag(name)} {job[name]:g} is more than --lr {job['lr']:g}"
 
 
 def _ramp_problems(job: Owned) -> Iterator[str]:
