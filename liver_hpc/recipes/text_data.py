@@ -17,7 +17,7 @@ from pathlib import Path
 from liver_hpc.config.indexed_data import IndexedData, read_indexed_data, write_index
 from liver_hpc.config.schema import DataSection
 from liver_hpc.errors import ConfigError
-from liver_hpc.host.files import first_alone
+from liver_hpc.host.files import file_lock
 
 END_OF_DOCUMENT = 256
 VOCABULARY = 257
@@ -103,11 +103,16 @@ def prepare(data: DataSection) -> IndexedData:
     """
     files = text_files(data)
     prefix = prefix_of(data, files)
-    index = _suffixed(prefix, "idx")
-    with first_alone(index):
-        if not index.exists():
-            _write(prefix, files)
+    if not _is_there(prefix):
+        with file_lock(_suffixed(prefix, "idx.lock")):
+            if not _is_there(prefix):  # whoever had the lock before has not written it
+                _write(prefix, files)
     return read_indexed_data(prefix)
+
+
+def _is_there(prefix: Path) -> bool:
+    """One of both may be gone, as from scratch space that is purged."""
+    return all(_suffixed(prefix, suffix).exists() for suffix in _SUFFIXES)
 
 
 def _suffixed(prefix: Path, suffix: str) -> Path:
@@ -115,8 +120,8 @@ def _suffixed(prefix: Path, suffix: str) -> Path:
 
 
 def _write(prefix: Path, files: Sequence[TextFile]) -> None:
-    """Writes both files under other names, then renames them, the index last: where an index is,
-    the data is whole."""
+    """Writes both files under other names, then renames them: where both are, the data is
+    whole."""
     import numpy as np
 
     made = {suffix: _suffixed(prefix, f"{suffix}.part") for suffix in _SUFFIXES}

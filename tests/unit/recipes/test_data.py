@@ -88,6 +88,16 @@ def test_what_is_done_is_not_done_again(texts: Path, monkeypatch: pytest.MonkeyP
     ]
 
 
+@pytest.mark.parametrize("suffix", ["bin", "idx"])
+def test_text_is_prepared_again_where_a_file_is_gone(texts: Path, suffix: str) -> None:
+    held = prepare(section(texts))
+    gone = held.prefix.with_name(f"{held.prefix.name}.{suffix}")
+    before = gone.read_bytes()
+    gone.unlink()
+    assert prepare(section(texts)) == held
+    assert gone.read_bytes() == before
+
+
 def prefix_of(data: DataSection) -> Path:
     return text_data.prefix_of(data, text_files(data))
 

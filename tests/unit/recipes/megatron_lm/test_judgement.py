@@ -11,6 +11,7 @@ from liver_hpc.errors import ConfigError
 from liver_hpc.recipes.completion import load_users_run
 from liver_hpc.recipes.megatron_lm import tables
 from liver_hpc.recipes.megatron_lm.judgement import (
+    _OWNED,
     ENTRIES,
     judged,
     notes_of_options,
@@ -167,4 +168,6 @@ def test_what_the_parser_has_is_judged_whoever_set_it() -> None:
 def test_each_name_is_in_one_table() -> None:
     twice = [name for name, count in Counter(name for name, _ in ENTRIES).items() if count > 1]
     assert twice == []
+    # How the rate decays is the run file's, in the styles that it has.
+    assert set(_OWNED) & {name for name, _ in ENTRIES} == {"lr_decay_style"}
     assert all(entry.group in tables.REFUSED for _, entry in ENTRIES if entry.allowed)
