@@ -705,6 +705,15 @@ class RunConfig(Section):
     network: NetworkSection = NetworkSection()
     tracking: TrackingSection = TrackingSection()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_is_constant_now(cls, value: Any) -> Any:
+        """A run's directory has all keys with their values: runs of before would have an unknown
+        one, and could not be resumed."""
+        if isinstance(value, dict) and value.get("metrics") == {"reserve_bytes": 16 * 2**20}:
+            return {key: each for key, each in value.items() if key != "metrics"}
+        return value
+
     @field_validator("layouts", mode="before")
     @classmethod
     def _one_layout_or_many(cls, value: Any) -> Any:

@@ -282,6 +282,20 @@ def test_what_was_written_reads_back_equal(values: dict[str, object]) -> None:
     assert parse_run(dump_run(config)) == config
 
 
+@pytest.mark.parametrize(("reserve", "known"), [(16 * 2**20, True), (1, False)])
+def test_a_run_of_before_is_read_that_names_what_is_constant_now(
+    reserve: int, known: bool, tmp_path: Path
+) -> None:
+    """The journal leaves so much of the disk to others, which was a key that nobody had to give."""
+    path = write_minimal(tmp_path)
+    path.write_text(f"{path.read_text()}metrics: {{reserve_bytes: {reserve}}}\n")
+    if known:
+        assert parse_run(dump_run(load_run(path))) == load_run(path)
+    else:
+        with pytest.raises(ConfigError, match="metrics: unknown key"):
+            load_run(path)
+
+
 def test_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
