@@ -6,6 +6,7 @@ Whoever is slow, or comes while many are served, is hung up on.
 from __future__ import annotations
 
 import asyncio
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -76,9 +77,14 @@ class HttpServer(ABC):
         """Sends all of it. Raises Refused where there is none."""
 
     async def listen(self, host: str, port: int) -> tuple[str, int]:
-        """Where it listens. Raises OSError where that cannot be had."""
-        self._server = await asyncio.start_server(self._serve, host, port, limit=HEAD_BYTES)
-        address, port = self._server.sockets[0].getsockname()[:2]
+        """Where it listens: of a name's addresses at one, of IPv4 if there is one. Raises OSError
+        where that cannot be had."""
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, *_, at = min(found, key=lambda each: each[0] != socket.AF_INET)
+        listening = socket.create_server(at[:2], family=family)
+        self._server = await asyncio.start_server(self._serve, sock=listening, limit=HEAD_BYTES)
+        address, port = listening.getsockname()[:2]
         return str(address), int(port)
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ class Endpoint(HttpServer):
         self._page = page
         self._content_type = content_type
         self._closing = asyncio.Event()
-        self._runner = asyncio.Runner()
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)  # none of this thread
         try:
             self.address = self._runner.run(self.listen(*address))
         except OSError as error:

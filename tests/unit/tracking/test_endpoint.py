@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
 from collections.abc import Iterator
@@ -55,6 +56,30 @@ def test_who_comes_while_there_are_no_descriptors_is_served_later(
     with closing(Endpoint(("127.0.0.1", 0), TOKEN, lambda: b"steps 3\n", "text/plain")) as one:
         assert asked(one, "GET /metrics HTTP/1.1", GOOD).endswith("steps 3\n")
     assert "Too many open files" in caplog.text
+
+
+def test_a_name_of_many_addresses_opens_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one may be that of a network that nobody has named."""
+    hosts = {socket.AF_INET6: "::1", socket.AF_INET: "127.0.0.2"}
+
+    def found(host: str, port: int, **_: Any) -> list[Any]:
+        assert host == "node1"
+        return [(family, socket.SOCK_STREAM, 6, "", (at, port)) for family, at in hosts.items()]
+
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **_: found(args[0], args[1]))
+    made = socket.create_server
+    opened: list[object] = []
+    monkeypatch.setattr(
+        socket, "create_server", lambda at, **how: opened.append(at) or made(at, **how)
+    )
+    with closing(Endpoint(("node1", 0), TOKEN, lambda: b"", "text/plain")) as one:
+        assert opened == [("127.0.0.2", 0)]
+        assert one.address[0] == "127.0.0.2"
+
+
+def test_the_loop_is_not_that_of_the_thread_that_made_it(served: Endpoint) -> None:
+    """Who logs to W&B there may want one."""
+    assert not asyncio.get_event_loop_policy().get_event_loop().is_running()
 
 
 def test_who_has_the_token_gets_the_page(served: Endpoint) -> None:
