@@ -138,6 +138,6 @@ def _shown(value: Any, key: str) -> Any:
         return HIDDEN
     if isinstance(value, dict):
         return {name: _shown(inner, name) for name, inner in value.items()}
-    if value and key in _LISTS:
+    if value and key in _LISTS and isinstance(value, list | str):
         return [f"({len(value)}, {HIDDEN})"]
     return [_shown(each, "") for each in value] if isinstance(value, list) else value

@@ -30,7 +30,14 @@ def test_a_page_does_not_show_what_a_site_logs_in_with() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["name: big\ncluster: {slurm: {setup: []}}  # none\n", "", "a: [b", "just words"]
+    "text",
+    [
+        "name: big\ncluster: {slurm: {setup: []}}  # none\n",
+        "",
+        "a: [b",
+        "just words",
+        "model: {options: 3}",
+    ],
 )
 def test_what_holds_nothing_secret_is_shown_as_it_is(text: str) -> None:
     assert shown_config(text) == text
