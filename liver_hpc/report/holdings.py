@@ -20,6 +20,10 @@ RANK_MAPS = {"begin": "rank_map", "refill": "rank_map", "prepare": "target"}
 """Messages that tell of a world, and where."""
 
 
+_MOST_RANK_MAPS = 8
+"""Of thousands of workers each is hundreds of kilobytes."""
+
+
 class _Slot(NamedTuple):
     """What is held: all of a node, or, where that has no number of slots, one agent's `place`th."""
 
@@ -32,7 +36,7 @@ class HoldingsFold:
     """What is held is known from what Slurm, or this machine, has granted. A machine with any
     number of slots is held by the workers that were launched there, each for itself.
 
-    rank_maps: of worlds that were told of, by generation."""
+    rank_maps: of the newest worlds that were told of, by generation."""
 
     def __init__(self) -> None:
         self.closed: list[HoldingRecord] = []
@@ -164,6 +168,8 @@ class HoldingsFold:
             for node, workers in sorted(count.items())
         ]
         self.rank_maps[generation] = rank_map
+        while len(self.rank_maps) > _MOST_RANK_MAPS:
+            del self.rank_maps[next(iter(self.rank_maps))]
 
 
 def partitions_of(run_file: str) -> dict[str, str]:

@@ -70,6 +70,14 @@ def test_a_node_is_held_from_its_grant_until_it_is_gone() -> None:
     assert fold.nodes == 1
 
 
+def test_a_run_of_many_worlds_keeps_the_newest_rank_maps() -> None:
+    worlds = (({"type": "any"}, [begun(generation, 0, 1)]) for generation in range(40))
+    fold = fold_of(STARTED, *worlds)
+    assert 39 in fold.rank_maps
+    assert len(fold.rank_maps) < 10
+    assert len(fold.placements) == 40
+
+
 def test_the_end_of_a_run_gives_all_back() -> None:
     fold = fold_of(STARTED, granted("n1"), ({"type": "finished"}, [ended("finished")]))
     assert spans(fold) == [("n1", 1001.0, 1002.0)]
