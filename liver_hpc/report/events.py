@@ -126,7 +126,7 @@ def _recovery(record: RecoveryRecord) -> str:
     lost = f"lost workers {record.lost}" if record.lost else "lost no worker"
     return (
         f"recovery to generation {record.generation}, {ends}: {lost}; filled after {took}, "
-        f"{record.steps_redone} steps are done again"
+        f"{record.steps_redone} steps are done again; {record.reason}"
     )
 
 

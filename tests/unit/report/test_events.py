@@ -109,7 +109,7 @@ def test_a_handoff_that_came_to_nothing_says_why() -> None:
 def test_a_recovery_and_a_node() -> None:
     record = recovery(lost="1", noticed_s=10.0, refilled_s=12.5, steps_redone=3)
     text = text_of({"type": "any"}, row("recoveries", record))
-    assert "lost workers 1; filled after 2.5 s, 3 steps are done again" in text
+    assert "lost workers 1; filled after 2.5 s, 3 steps are done again; worker 1 lost" in text
     nan = math.nan
     notice = NoticeRecord(
         "preempted", "n4", "burst-3", 1.0, nan, nan, "live to dp2", 2, nan, nan, "in time"
