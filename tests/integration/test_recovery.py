@@ -110,8 +110,7 @@ def test_a_killed_worker_costs_a_step_at_most_and_the_losses_stay(
     lost_and_replaced(run, victim, quiet)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("moment", ["TRANSFER", "VERDICT"])
+@pytest.mark.parametrize("moment", ["TRANSFER", pytest.param("VERDICT", marks=pytest.mark.long)])
 def test_a_source_worker_that_is_killed_in_a_handoff_costs_that_and_a_step(
     moment: str, tmp_path: Path, quiet: RunRecords, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,9 +236,9 @@ def test_the_coordinator_is_killed_as_the_partners_of_a_new_world_meet_through_i
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [
-        ({"dp": 2}, "fp32"),
+        pytest.param({"dp": 2}, "fp32", marks=pytest.mark.long),
         pytest.param({"tp": 2}, "fp32", marks=pytest.mark.long),
-        pytest.param({"dp": 2}, "bf16", marks=pytest.mark.long),
+        ({"dp": 2}, "bf16"),
     ],
 )
 def test_a_standby_takes_the_place_of_a_lost_worker_at_once(

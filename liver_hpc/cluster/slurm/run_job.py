@@ -141,7 +141,8 @@ class OwnJob(BaseModel):
                     "run, and one run on Slurm its job's nodes"
                 ) from None
             except OSError as error:
-                raise ConfigError(f"{runs}: no lock can be had there: {error.strerror}") from error
+                why = f"{error.strerror}; its file system wants flock"
+                raise ConfigError(f"{runs}: no lock can be had there: {why}") from error
             yield
 
     @property
