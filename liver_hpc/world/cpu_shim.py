@@ -148,7 +148,10 @@ def _reduce_in_place(
     """
     if async_op or group is None or not _is_own_part(part, whole, group):
         return plain(part, whole, op=op, group=group, async_op=async_op)
-    return dist.all_reduce(whole, op=op, group=group)
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    group.allreduce([whole], options).wait()  # dist.all_reduce would copy it where torch coalesces
+    return None
 
 
 def _gather_unevenly(
