@@ -107,8 +107,8 @@ class NoticeFigures:
 class RecoveryFigures:
     """What a recovery took. let_go_s: until all that were left had let the old world go. refill_s:
     from then until the new one was filled and proved. first_step_s: from then to the end of its
-    first step. steps_again: how many it has done that had been done before; 0 where it was lost
-    before its first."""
+    first step. steps_again: how many were done after it that had been done before, until the next
+    way back; 0 where its world was lost before its first."""
 
     record: RecoveryRecord
     let_go_s: float
@@ -123,7 +123,8 @@ class RunFigures:
     notices as they came. Sums leave out what is not known; bytes and spares are those of completed
     handoffs.
 
-    steps counts each step once; missing_steps were done but not recorded. wall_s: start of the
+    steps counts each step once; steps_again were done that had been done before, after recoveries
+    and starts from disk; missing_steps were done but not recorded. wall_s: start of the
     first recorded step to the end of the last. evaluation_s: of all evaluations within. goodput:
     at most 1, as medians of few steps may be above what steps took in all; an evaluation is useful,
     once, and evaluations counts it once. hours: of workers, held and what became of them.
@@ -135,6 +136,7 @@ class RunFigures:
     recoveries: tuple[RecoveryFigures, ...]
     notices: tuple[NoticeFigures, ...]
     steps: int
+    steps_again: int
     missing_steps: int
     completed: int
     aborted: int
@@ -179,6 +181,7 @@ def run_figures(records: RunRecords) -> RunFigures:
         recoveries=_recoveries(records),
         notices=_notices(records, {attempt.generation: attempt for attempt in attempts}),
         steps=len(done),
+        steps_again=len(records.steps) - len(done),
         missing_steps=max(done) - min(done) + 1 - len(done) if done else 0,
         completed=len(completed),
         aborted=aborted,
@@ -338,7 +341,7 @@ def _recoveries(records: RunRecords) -> tuple[RecoveryFigures, ...]:
     if not records.recoveries:
         return ()
     first_ended_s = {step.generation: step.ended_s for step in reversed(records.steps)}
-    again = Counter(step.generation for step in _done_again(records.steps))
+    again = _again_after(records.steps)
     return tuple(
         RecoveryFigures(
             record=record,
@@ -349,6 +352,21 @@ def _recoveries(records: RunRecords) -> tuple[RecoveryFigures, ...]:
         )
         for record in records.recoveries
     )
+
+
+def _again_after(steps: Iterable[StepRecord]) -> Mapping[int, int]:
+    """How many steps were done again after each way back, by the generation that began there; a
+    handoff may have another world do the rest of them."""
+    found: Counter[int] = Counter()
+    done: set[int] = set()
+    last, generation = -1, -1
+    for step in steps:
+        if step.step <= last:
+            generation = step.generation
+        found[generation] += step.step in done
+        done.add(step.step)
+        last = step.step
+    return found
 
 
 def _notices(

@@ -118,6 +118,8 @@ def summary_lines(figures: RunFigures, records: RunRecords) -> dict[str, str]:
     """The run in a few lines, by their names."""
     attributes = records.attributes
     steps = f"{figures.steps} in {duration_text(figures.wall_s)}"
+    if figures.steps_again:
+        steps += f", {figures.steps_again} of them done again"
     if figures.missing_steps:
         steps += f", {figures.missing_steps} more were not recorded"
     failed = f", {figures.failed} failed" if figures.failed else ""

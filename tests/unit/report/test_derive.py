@@ -362,6 +362,19 @@ def test_no_step_is_done_again_by_a_world_that_is_lost_before_its_first() -> Non
     assert [each.steps_again for each in figures.recoveries] == [0, 1]
 
 
+def test_what_another_world_does_again_is_of_the_recovery_too() -> None:
+    """It goes back by 15 steps; after five of them the run hands off. Then it begins from disk."""
+    steps = [step(n, generation=2) for n in range(20)]
+    steps += [step(5 + n, generation=3, started_s=130.0 + n) for n in range(5)]
+    steps += [step(10 + n, generation=4, started_s=137.0 + n) for n in range(15)]
+    steps += [step(22 + n, generation=6, started_s=200.0 + n) for n in range(5)]
+    run = RunRecords(steps, [], [], {}, recoveries=[recovery(step=5, steps_redone=15)])
+    figures = run_figures(run)
+    assert [each.steps_again for each in figures.recoveries] == [15]
+    assert (figures.steps, figures.steps_again) == (27, 18)
+    assert summary_lines(figures, run)["steps"] == "27 in 1:45, 18 of them done again"
+
+
 def test_steps_are_done_again_for_what_was_lost() -> None:
     """Two nodes in one recovery, and a third one later; not for a node that came meanwhile."""
 
