@@ -66,6 +66,11 @@ class HoldingsFold:
         """How many are held now."""
         return len({slot.node for slot in self._open} | self._unbounded.keys())
 
+    def allocation_of(self, node: str) -> str | None:
+        """What a node that is held came with; None of any other."""
+        rows = (row for slot, row in self._open.items() if slot.node == node)
+        return next((row.allocation for row in rows), self._unbounded.get(node))
+
     def workers_of(self, generation: int) -> int:
         """0 for a world that is not known."""
         return sum(row.workers for row in self._placements.get(generation, []))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from liver_hpc.errors import ConfigError
+from liver_hpc.protocol.actions import Ended
 from liver_hpc.report.hdf5 import failure_text, read_hdf5, write_hdf5
 from liver_hpc.report.holdings import HoldingsFold
-from liver_hpc.run.codec import RECORDS, record_of, rows_of
+from liver_hpc.run.attempt_notes import AttemptNotes
+from liver_hpc.run.codec import ATTEMPT_BEGINS, RECORDS, decode_attempt, record_of, rows_of
 from liver_hpc.run.entries import (
     COORDINATOR_STARTED,
     JOURNAL_FILE,
@@ -21,11 +24,13 @@ from liver_hpc.run.entries import (
     Entry,
     read_entries,
 )
-from liver_hpc.run.records import TABLES, MetricRecord, RunRecords, StepRecord
+from liver_hpc.run.notices import GRANTED
+from liver_hpc.run.records import TABLES, MetricRecord, NoticeRecord, RunRecords, StepRecord
 
 log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.h5"
+BROKEN_OFF = "the coordinator was killed, and its job with it"
 
 
 def read_run(run_directory: Path) -> RunRecords:
@@ -68,6 +73,8 @@ class RecordsFold:
     def __init__(self) -> None:
         self._records = RunRecords([], [], [], {})
         self.held = HoldingsFold()
+        self._attempt: dict[str, Any] | None = None  # that has begun, and is not recorded
+        self._warned: dict[str, NoticeRecord] = {}  # of nodes, the same
 
     @property
     def records(self) -> RunRecords:
@@ -83,18 +90,63 @@ class RecordsFold:
             if kind == STEP_DONE:
                 records.steps.append(_step(event, entry.actions))
                 records.metrics.extend(_metrics(event))
+            elif kind == "node_warned":
+                self._node_warned(event)
             elif kind == COORDINATOR_STARTED:
+                self._broken_off()
                 records.attributes.clear()
                 records.attributes.update(event["attributes"])
             for action in entry.actions:
                 if action["type"] in RECORDS and (name := action["table"]) in TABLES:
                     rows = (record_of(TABLES[name], row) for row in rows_of(action))
                     getattr(records, name).extend(rows)
+                    self._recorded(name, action)
+                elif action["type"] == ATTEMPT_BEGINS:
+                    self._attempt = action
+                elif action["type"] == "end":  # whose coordinator has recorded what was open
+                    self._attempt, self._warned = None, {}
             self.held.take(entry)
         except (KeyError, TypeError, ValidationError) as error:
             raise ConfigError(
                 f"entry {entry.number}: {error}; another version of liver_hpc wrote it"
             ) from None
+
+    # ---- what nobody has recorded, as its coordinator was killed
+
+    def _node_warned(self, event: dict[str, Any]) -> None:
+        """As `NoticeBook.warned`, of a node that is held."""
+        node, deadline_s = event["node"], event.get("deadline_s")
+        allocation = self.held.allocation_of(node)
+        if allocation is None:
+            return
+        known = self._warned.get(node)
+        at_s = event["at_s"] if known is None else min(known.at_s, event["at_s"])
+        deadline_s = math.nan if deadline_s is None else deadline_s
+        nan = math.nan
+        self._warned[node] = NoticeRecord(
+            event["reason"], node, allocation, at_s, deadline_s, nan, "", -1, nan, nan, "open"
+        )
+
+    def _recorded(self, table: str, action: dict[str, Any]) -> None:
+        if table == "reconfigurations":
+            self._attempt = None
+        elif table == "notices":
+            for row in rows_of(action):
+                if row["kind"] != GRANTED:
+                    self._warned.pop(row["node"], None)
+
+    def _broken_off(self) -> None:
+        """Another start begins: a handoff that was under way has come to nothing, and what was
+        open stays so."""
+        records, action = self._records, self._attempt
+        if action is not None:
+            begins = decode_attempt(action)
+            notes = AttemptNotes(begins.requested, begins.notice_s, began_s=begins.notice_s)
+            ended = Ended(notes.generation, "failed", BROKEN_OFF, begins.requested.source)
+            done = records.steps[-1].step + 1 if records.steps else 0
+            records.reconfigurations.append(notes.record(ended, math.nan, done, lambda _: ""))
+        records.notices.extend(self._warned.values())
+        self._attempt, self._warned = None, {}
 
 
 def _step(event: dict[str, Any], actions: list[dict[str, Any]]) -> StepRecord:

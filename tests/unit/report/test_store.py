@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from liver_hpc.errors import ConfigError
+from liver_hpc.layout.coordinates import Layout, RankMap
+from liver_hpc.protocol.events import Requested, WorldRef
+from liver_hpc.report.derive import run_figures
 from liver_hpc.report.hdf5 import read_hdf5, write_hdf5
 from liver_hpc.report.store import read_run, write_metrics
+from liver_hpc.run.actions import AttemptBegins
+from liver_hpc.run.codec import encode as code
 from liver_hpc.run.entries import JOURNAL_FILE, encode
+from liver_hpc.run.events import NodeWarned
 from liver_hpc.run.records import RunRecords
 from tests.unit.report.journals import write_journal
 from tests.unit.report.rows import step
@@ -49,6 +57,40 @@ def test_attributes_are_those_of_the_newest_coordinator(tmp_path: Path) -> None:
     ]
     (tmp_path / JOURNAL_FILE).write_bytes(b"".join(lines))
     assert read_run(tmp_path).attributes == {"host": "n2"}
+
+
+def test_what_a_killed_coordinator_left_open_is_recorded_by_the_next_start(tmp_path: Path) -> None:
+    """Its node is warned; it is killed with its job in the handoff, and begins again from disk."""
+    source = WorldRef(0, RankMap(Layout(1, 1, 2), (0, 1)))
+    requested = Requested(1, source, RankMap(Layout(1, 1, 1), (0,)), "leaving n2: preempted")
+    start: dict[str, Any] = {"type": "coordinator_started", "attributes": {}, "epoch": 1}
+    node = {"name": "n2", "allocation": "burst-7", "slots": 1}
+    slow = {"worker": 0, **asdict(step(1, started_s=102.0, took_s=3.0))}
+    events: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
+        (start, []),
+        ({"type": "node_granted", "node": node}, []),
+        ({"type": "step_done", "worker": 0, **asdict(step(0, took_s=2.0))}, []),
+        (
+            code(NodeWarned("n2", "preempted", 102.0, 132.0)),
+            [code(AttemptBegins(requested, 102.0))],
+        ),
+        ({"type": "step_done", **slow}, [{"type": "step_phase", "phase": "prepare"}]),
+    ]
+    path = tmp_path / JOURNAL_FILE
+    lines = [encode(n, 100.0 + n, event, did) for n, (event, did) in enumerate(events)]
+    path.write_bytes(b"".join(lines))
+    assert read_run(tmp_path).reconfigurations == [], "it may be going on"
+    lines.append(encode(5, 200.0, start | {"epoch": 3}, []))
+    path.write_bytes(b"".join(lines))
+    run = read_run(tmp_path)
+    (notice,) = run.notices
+    assert (notice.kind, notice.node, notice.allocation) == ("preempted", "n2", "burst-7")
+    assert (notice.at_s, notice.deadline_s, notice.outcome) == (102.0, 132.0, "open")
+    figures = run_figures(run)
+    (attempt,) = figures.reconfigurations
+    assert (attempt.generation, attempt.outcome, attempt.step) == (1, "failed", 2)
+    assert attempt.cost_s == attempt.slowdown_s == pytest.approx(1.0)
+    assert figures.failed == 1
 
 
 def test_a_journal_of_a_later_release_is_read_as_far_as_it_is_known(tmp_path: Path) -> None:
