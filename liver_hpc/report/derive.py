@@ -120,7 +120,8 @@ class RecoveryFigures:
 @dataclass(frozen=True)
 class RunFigures:
     """Totals of a run, and its parts: worlds by their number, attempts in the order of the records,
-    notices as they came. Sums leave out what is not known; bytes and spares are those of completed
+    notices as they came. Sums leave out what is not known. unknown: completed handoffs whose lost
+    time is not, of which cost_s has the slowdown alone. Bytes and spares are those of completed
     handoffs.
 
     steps counts each step once; steps_again were done that had been done before, after recoveries
@@ -146,6 +147,7 @@ class RunFigures:
     cost_s: float
     lost_s: float
     slowdown_s: float
+    unknown: int
     bytes_moved: int
     bytes_local: int
     bytes_between_nodes: int
@@ -174,6 +176,8 @@ def run_figures(records: RunRecords) -> RunFigures:
         wall_s = ended_s - min(step.started_s for step in records.steps)
         within = [each for each in records.evaluations if each.started_s < ended_s]
         evaluated_s = {each.step: took_s(each) for each in within}
+    unknown = [attempt for attempt in attempts if math.isnan(attempt.cost_s)]
+    cost_s = known_sum([attempt.cost_s for attempt in attempts])
     progress_s = finite_sum(useful_s.values()) + finite_sum(evaluated_s.values())
     return RunFigures(
         generations=tuple(worlds.values()),
@@ -188,9 +192,10 @@ def run_figures(records: RunRecords) -> RunFigures:
         failed=len(attempts) - len(completed) - aborted,
         wall_s=wall_s,
         pause_s=finite_sum(attempt.pause_s for attempt in attempts),
-        cost_s=known_sum([attempt.cost_s for attempt in attempts]),
+        cost_s=cost_s + finite_sum(attempt.slowdown_s for attempt in unknown),
         lost_s=known_sum([attempt.lost_s for attempt in attempts]),
         slowdown_s=finite_sum(attempt.slowdown_s for attempt in attempts),
+        unknown=sum(math.isnan(attempt.lost_s) for attempt in completed),
         bytes_moved=sum(attempt.bytes_moved for attempt in completed),
         bytes_local=sum(attempt.bytes_local for attempt in completed),
         bytes_between_nodes=sum(attempt.bytes_between_nodes for attempt in completed),
@@ -296,7 +301,7 @@ def _slowdown_s(
             slow_s.append(stopped_s - step.ended_s - sum(map(took_s, aside)))
         if step.generation == record.generation and step.step == record.step + 1:
             slow_s.append(-max(0.0, first_ended_s - step.started_s))
-    return math.fsum(slow_s)
+    return finite_sum(slow_s)
 
 
 def _steps_beside(

@@ -155,6 +155,7 @@ def summary_lines(figures: RunFigures, records: RunRecords) -> dict[str, str]:
         lines["cost"] = (
             f"{duration_text(figures.cost_s)}: lost {duration_text(figures.lost_s)}, "
             f"slowdown {duration_text(figures.slowdown_s)}"
+            + (f"; what {figures.unknown} lost is not known" if figures.unknown else "")
         )
         between = figures.bytes_between_nodes
         lines["moved"] = (

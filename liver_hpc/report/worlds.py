@@ -121,8 +121,12 @@ class StepTimes:
 
     def usual_s(self, generation: int, step: int) -> float:
         """Of global batch `step` in a world: the median of steps as large, else that of steps of
-        the size next to it, in proportion."""
-        return _scaled(self._by_world.get(generation, {}), self._tokens.get(step))
+        the size next to it, in proportion; where it has done no step but its first, by the other
+        worlds of its layout."""
+        known = self._by_world.get(generation)
+        if known is None and (world := self._worlds.get(generation)) and world.layout:
+            known = self._by_layout.get(world.layout)
+        return _scaled(known or {}, self._tokens.get(step))
 
     def useful_s(self, step: StepRecord) -> float:
         """What a step is worth: the same; where its world has no undisturbed step, by the other

@@ -35,6 +35,8 @@ def _verdict(figures: RunFigures) -> str:
         most = max(filter(math.isfinite, worst), default=math.nan)
         if math.isfinite(most):
             words += f", at most *{number_text(most)} steps* at once"
+        if figures.unknown:
+            words += f"; what *{figures.unknown}* lost is not known"
         words += ". "
     else:
         words += " without a handoff. "

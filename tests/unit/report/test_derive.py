@@ -282,6 +282,46 @@ def test_what_a_handoff_cost_is_unknown_before_its_world_has_a_median() -> None:
     assert summary_lines(figures, run)["cost"].startswith("-: lost -, slowdown ")
 
 
+def and_back(**changes: Any) -> RunRecords:
+    """A second handoff, which stands for 30 s, to a world that is lost after its first step."""
+    run = run_of_one_handoff()
+    run.steps[-1] = step(9, started_s=110.75, took_s=2.0, phase="prepare", generation=1)
+    run.steps.append(step(10, started_s=142.75, took_s=1.0, phase="first", generation=2))
+    times: dict[str, Any] = {
+        "source_last_step_ended_s": 112.75,
+        "first_step_ended_s": 143.75,
+        "step": 10,
+    }
+    times |= {"source_generation": 1, "notice_s": 110.75, "source": "tp2 pp1 dp2"}
+    run.reconfigurations.append(reconfiguration(generation=2, **times | changes))
+    return run
+
+
+def test_a_world_lost_after_its_first_step_is_judged_by_others_of_its_layout() -> None:
+    figures = run_figures(and_back(target="tp1 pp1 dp2"))
+    assert figures.reconfigurations[1].lost_s == pytest.approx(31.0 - 1.0)
+    assert figures.reconfigurations[1].median_is_disturbed
+    assert figures.cost_s == pytest.approx(1.25 + 30.0 + 1.5)
+
+
+def test_a_sum_with_a_handoff_whose_lost_time_is_not_known_says_so() -> None:
+    run = and_back(target="tp1 pp2 dp1")
+    figures = run_figures(run)
+    assert figures.lost_s == pytest.approx(0.4)
+    assert figures.unknown == 1
+    assert figures.cost_s == pytest.approx(figures.lost_s + figures.slowdown_s)
+    cost = summary_lines(figures, run)["cost"]
+    assert cost == "2.8 s: lost 0.4 s, slowdown 2.3 s; what 1 lost is not known"
+
+
+def test_slowdown_is_known_where_a_world_built_anew_has_done_one_step() -> None:
+    run = run_of_one_handoff(outcome="aborted", **NEVER)
+    run.steps[6:] = [step(6, started_s=109.75, took_s=1.25, phase="first", generation=2)]
+    figures = only(run)
+    assert figures.slowdown_s == pytest.approx(0.25 + 0.5 + 0.25)
+    assert figures.cost_s == pytest.approx(figures.lost_s + figures.slowdown_s)
+
+
 def test_an_evaluation_is_useful_once() -> None:
     run = run_of_one_handoff()
     useful_s = run_figures(run).goodput * 11.25
