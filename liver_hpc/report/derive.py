@@ -105,16 +105,24 @@ class NoticeFigures:
 
 @dataclass(frozen=True)
 class RecoveryFigures:
-    """What a recovery took. let_go_s: until all that were left had let the old world go. refill_s:
-    from then until the new one was filled and proved. first_step_s: from then to the end of its
-    first step. steps_again: how many were done after it that had been done before, until the next
-    way back; 0 where its world was lost before its first."""
+    """What a recovery took. known_s: from the end of the lost world's last step until the loss was
+    known; of one that was lost before its first, from when it was filled. let_go_s: until all that
+    were left had let the old world go. refill_s: from then until the new one was filled and proved.
+    first_step_s: from then to the end of its first step. steps_again: how many were done after it
+    that had been done before, until the next way back; 0 where its world was lost before its
+    first."""
 
     record: RecoveryRecord
+    known_s: float
     let_go_s: float
     refill_s: float
     first_step_s: float
     steps_again: int
+
+    @property
+    def stood_s(self) -> float:
+        """How long no step was done for it."""
+        return finite_sum((self.known_s, self.let_go_s, self.refill_s))
 
 
 @dataclass(frozen=True)
@@ -346,10 +354,13 @@ def _recoveries(records: RunRecords) -> tuple[RecoveryFigures, ...]:
     if not records.recoveries:
         return ()
     first_ended_s = {step.generation: step.ended_s for step in reversed(records.steps)}
+    stood_s = {record.generation: record.refilled_s for record in records.recoveries}
+    stood_s |= {step.generation: step.ended_s for step in records.steps}
     again = _again_after(records.steps)
     return tuple(
         RecoveryFigures(
             record=record,
+            known_s=record.noticed_s - stood_s.get(record.source_generation, math.nan),
             let_go_s=record.halted_s - record.noticed_s,
             refill_s=record.refilled_s - record.halted_s,
             first_step_s=first_ended_s.get(record.generation, math.nan) - record.refilled_s,

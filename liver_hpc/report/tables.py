@@ -138,7 +138,8 @@ def summary_lines(figures: RunFigures, records: RunRecords) -> dict[str, str]:
     if figures.recoveries:
         again = sum(each.steps_again for each in figures.recoveries)
         times = "once" if len(figures.recoveries) == 1 else f"{len(figures.recoveries)} times"
-        lines["recovered"] = f"{times} from memory; {again} steps were done again"
+        stood = duration_text(math.fsum(each.stood_s for each in figures.recoveries))
+        lines["recovered"] = f"{times} from memory: {stood} without a step, {again} done again"
     if records.evaluations:
         lines["validation"] = _validation(records.evaluations, figures)
     if records.metrics:
@@ -319,6 +320,7 @@ _RECOVERIES = (
     _words("from", "record.source", text=layout_text),
     _words("to", "record.target", text=layout_text),
     _words("lost\nworkers", "record.lost", text=lambda workers: workers or NOTHING),
+    _figure("known", "known_s"),
     _figure("let go", "let_go_s"),
     _figure("filled", "refill_s"),
     _figure("first\nstep", "first_step_s"),

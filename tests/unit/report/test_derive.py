@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -392,6 +393,19 @@ def test_a_recovery_lasts_until_its_world_has_done_a_step() -> None:
     assert figures.steps == 6, "a step that is done again is one"
     assert found.steps_again == 1
     assert [world.layout for world in figures.generations] == ["tp1 pp1 dp2", "tp1 pp1 dp1"]
+
+
+def test_a_loss_costs_until_it_is_known_too() -> None:
+    """A worker stands still for a minute before it is missed; the next world is lost at once."""
+    steps = [*(step(n, generation=2) for n in range(5)), step(4, generation=4, started_s=176.0)]
+    first = recovery(noticed_s=165.0, halted_s=165.25, refilled_s=166.0)
+    second = recovery(source_generation=3, generation=4, noticed_s=174.0, halted_s=174.5)
+    run = RunRecords(steps, [], [], {}, recoveries=[first, replace(second, refilled_s=176.0)])
+    figures = run_figures(run)
+    assert [each.known_s for each in figures.recoveries] == [60.0, 8.0]
+    assert [each.stood_s for each in figures.recoveries] == [61.0, 10.0]
+    told = summary_lines(figures, run)["recovered"]
+    assert told == "2 times from memory: 1:11 without a step, 1 done again"
 
 
 def test_no_step_is_done_again_by_a_world_that_is_lost_before_its_first() -> None:
