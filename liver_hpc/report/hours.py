@@ -86,9 +86,13 @@ def worker_hours(records: RunRecords, useful_s: Mapping[int, float]) -> WorkerHo
 
 def held_spans(holdings: Iterable[HoldingRecord]) -> list[tuple[float, float]]:
     """When any of these was open, without overlaps; what is held still has no end."""
-    spans = sorted((each.granted_s, _or(each.returned_s, math.inf)) for each in holdings)
+    return in_any((each.granted_s, _or(each.returned_s, math.inf)) for each in holdings)
+
+
+def in_any(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same time, in order and without overlaps."""
     merged: list[tuple[float, float]] = []
-    for from_s, to_s in spans:
+    for from_s, to_s in sorted(spans):
         if merged and from_s <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(merged[-1][1], to_s)
         else:

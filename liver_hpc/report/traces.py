@@ -13,14 +13,14 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.report.derive import ReconfigurationFigures, RunFigures, run_figures
-from liver_hpc.report.hours import HOUR_S, held_spans, overlap_s
+from liver_hpc.report.hours import HOUR_S, held_spans, in_any, overlap_s
 from liver_hpc.run.records import RunRecords
 
 COLUMNS = ("at_s", "workers", "warning_s")
@@ -251,21 +251,39 @@ def _restart(records: RunRecords) -> tuple[float, str]:
     """What of it the run has measured; steps since the last checkpoint are in none of it."""
     if gaps_s := _gaps_s(records):
         return statistics.median(gaps_s), "the median of its own restarts, while nodes were held"
-    granted_s = min((each.granted_s for each in records.holdings), default=math.nan)
-    first_s = records.steps[0].started_s if records.steps else math.nan
-    if not first_s > granted_s:
-        raise ConfigError("--trace wants a run whose start is recorded: a restart is judged by it")
-    return first_s - granted_s, "its start, from the grant of nodes to a first step; nothing saved"
+    if records.steps and records.holdings:
+        first = records.steps[0]
+        spans = _all_held(records, first.generation)
+        granted_s = max((from_s for from_s, _ in spans if from_s < first.started_s), default=None)
+        if granted_s is not None:
+            start_s = first.started_s - granted_s
+            return start_s, "its start, from the grant of nodes to a first step; nothing saved"
+    raise ConfigError("--trace wants a run whose start is recorded: a restart is judged by it")
 
 
 def _gaps_s(records: RunRecords) -> list[float]:
-    """Between the last step of a world and the first of the next one, as long as a node was held,
-    where that was no handoff, no recovery and no way back."""
+    """Between the last step of a world and the first of the next one, as long as all nodes of the
+    one or of the other were held, where that was no handoff, no recovery and no way back."""
     live = {each.generation for each in records.reconfigurations}
     live |= {generation + 1 for generation in live} | {r.generation for r in records.recoveries}
-    held = held_spans(records.holdings) or [(-math.inf, math.inf)]  # none is known
     found = []
     for before, step in zip(records.steps, records.steps[1:], strict=False):
         if step.generation != before.generation and step.generation not in live:
+            both = (_all_held(records, each.generation) for each in (before, step))
+            held = in_any(chain(*both))
             found.append(overlap_s(held, before.ended_s, step.started_s))
     return found
+
+
+def _all_held(records: RunRecords, generation: int) -> list[tuple[float, float]]:
+    """When all nodes of a world were held: who waits for the last of them restarts nothing yet. Of
+    a world of which it is not known where it sat, when any was."""
+    nodes = {row.node for row in records.placements if row.generation == generation}
+    if not nodes:
+        return held_spans(records.holdings) or [(-math.inf, math.inf)]  # none is known
+    spans = [(-math.inf, math.inf)]
+    for node in nodes:
+        of_node = held_spans(each for each in records.holdings if each.node == node)
+        both = [(max(a, c), min(b, d)) for a, b in spans for c, d in of_node]
+        spans = [(from_s, to_s) for from_s, to_s in both if from_s < to_s]
+    return spans

@@ -22,7 +22,7 @@ from liver_hpc.report.traces import (
     play,
     read_trace,
 )
-from liver_hpc.run.records import HoldingRecord, RunRecords
+from liver_hpc.run.records import HoldingRecord, PlacementRecord, RunRecords
 from tests.unit.report.journals import write_journal
 from tests.unit.report.rows import reconfiguration, step
 
@@ -146,6 +146,25 @@ def test_a_wait_for_nodes_is_no_part_of_a_restart(
     found = compared(written(tmp_path, GOOD), run)
     assert found["restart"]["lost_s"] == pytest.approx(restart_s)
     assert "own restarts" in found["restart_is"]
+
+
+def placed(generation: int, *nodes: str) -> list[PlacementRecord]:
+    return [PlacementRecord(generation, "tp1 pp1 dp2", node, 1) for node in nodes]
+
+
+def test_a_wait_for_the_last_node_is_no_part_of_a_restart(tmp_path: Path) -> None:
+    """The first start had a node an hour before the other one; in the second one of the two is
+    lost, and another comes in its place an hour later."""
+    run = records()
+    trace, lost_s = written(tmp_path, GOOD), run.steps[-1].ended_s + 5.0
+    first = HoldingRecord("n1", "main", "", 2, 89.0 - 3600.0, math.nan)
+    run.holdings[:] = [first, HoldingRecord("n2", "burst-1", "", 2, 89.0, lost_s)]
+    run.placements.extend(placed(0, "n1", "n2"))
+    assert compared(trace, run)["restart"]["lost_s"] == pytest.approx(11.0)
+    run.steps.append(step(20, generation=3, started_s=lost_s + 3610.0))
+    run.holdings.append(HoldingRecord("n3", "burst-2", "", 2, lost_s + 3600.0, math.nan))
+    run.placements.extend([*placed(1, "n1", "n2"), *placed(3, "n1", "n3")])
+    assert compared(trace, run)["restart"]["lost_s"] == pytest.approx(15.0)
 
 
 def test_it_is_printed_and_in_the_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
