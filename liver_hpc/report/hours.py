@@ -1,10 +1,11 @@
 """Worker-hours: what of the run's nodes was held, trained with, waited, and was lost. Pure.
 
 One slot of a node that is held for an hour is a worker-hour; where workers have a GPU each, a
-GPU-hour. A worker has a seat from the first step of its world to the first step of the next one;
-what of that no step or evaluation is worth, each counted once at the median of its world, is lost:
-handoffs, recoveries, restarts, steps that were done again, and steps that were slow. Time in which
-the node was not held is neither. A slot without a seat waits: it boots, stands by, or is idle.
+GPU-hour. A worker has a seat from the first step of its world to the first step of the next one, in
+the last one to the end; what of that no step or evaluation is worth, each counted once at the
+median of its world, is lost: handoffs, recoveries, restarts, steps that were done again, and steps
+that were slow. Time in which the node was not held is neither. A slot without a seat waits: it
+boots, stands by, or is idle.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def _seated(records: RunRecords, useful_s: Mapping[int, float]) -> Iterator[_Sea
     for evaluation in {each.step: each for each in records.evaluations}.values():
         worth_s[evaluation.generation] += took_s(evaluation)
     seats = _seats(begun_s, records.placements)
-    order = [*begun_s.items(), (-1, max(_last_ends_s(records), default=0.0))]
+    order = [*begun_s.items(), (-1, _until_s(records))]
     for (generation, from_s), (_, until_s) in pairwise(order):
         yield _Seated(from_s, until_s, seats[generation], worth_s[generation])
 
@@ -157,16 +158,12 @@ def _seats(
 
 
 def _until_s(records: RunRecords) -> float:
-    known = _last_ends_s(records)
+    """The last time that the records know."""
+    known = [each.ended_s for each in records.steps[-1:]]
+    known += [each.ended_s for each in records.evaluations[-1:]]
     for holding in records.holdings:
         known += [holding.granted_s, _or(holding.returned_s, 0.0)]
     return max(known, default=0.0)
-
-
-def _last_ends_s(records: RunRecords) -> list[float]:
-    """Of the last step and the last evaluation."""
-    steps, evaluations = records.steps[-1:], records.evaluations[-1:]
-    return [*(each.ended_s for each in steps), *(each.ended_s for each in evaluations)]
 
 
 def _or(time_s: float, else_s: float) -> float:

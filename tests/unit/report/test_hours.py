@@ -49,10 +49,10 @@ def test_what_is_not_trained_waits_or_is_lost() -> None:
     )
     hours = hours_of(records)
     first, second = hours.nodes
-    # n1: from 100 to 123 two workers; the second node is known to be held until 130.
-    assert seconds(first) == [80.0, 40.0, 34.0, 6.0]
-    assert seconds(second) == [50.0, 10.0, 40.0, 0.0]
-    assert seconds(hours.total) == [130.0, 50.0, 74.0, 6.0]
+    # n1: from 100 on two workers; the second node is known to be held until 130.
+    assert seconds(first) == [80.0, 40.0, 20.0, 20.0]
+    assert seconds(second) == [50.0, 10.0, 33.0, 7.0]
+    assert seconds(hours.total) == [130.0, 50.0, 53.0, 27.0]
     assert [(each.partition, each.node) for each in hours.partitions] == [
         ("gpu", ""),
         ("preempt", ""),
@@ -71,7 +71,15 @@ def test_steps_that_are_done_again_are_lost_and_evaluations_are_not() -> None:
         holdings=[held("n1", 100.0, 110.0, slots=1)],
         placements=[PlacementRecord(0, "tp1 pp1 dp1", "n1", 1)],  # 1 has those of 0
     )
-    assert seconds(hours_of(records).total) == [10.0, 6.25, 0.75, 3.0]
+    assert seconds(hours_of(records).total) == [10.0, 6.25, 0.0, 3.75]
+
+
+def test_a_world_that_hangs_until_the_run_is_killed_loses_its_hour() -> None:
+    places = [PlacementRecord(0, "tp1 pp1 dp8", "n1", 8)]
+    holdings = [held("n1", 90.0, 3760.0, slots=8)]
+    steps = [step(n) for n in range(60)]
+    hours = hours_of(RunRecords(steps, [], [], {}, holdings=holdings, placements=places))
+    assert seconds(hours.total) == [8 * 3670.0, 8 * 60.0, 8 * 10.0, 8 * 3600.0]
 
 
 def test_a_node_that_was_not_held_meanwhile_lost_nothing() -> None:
