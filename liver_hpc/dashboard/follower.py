@@ -192,8 +192,9 @@ class Follower:
             yield "loss", f"{last.loss:.4f}"
             yield "tokens/s", number_text(last.tokens / took_s if took_s > 0 else math.nan)
             yield "seconds a step", number_text(took_s)
-            if train is not None and train.steps > last.step + 1 and not standing.ended:
-                left = steps_between(train, last.step, train.steps) - 1
+            end = 0 if train is None or standing.ended else train.last_step(last.step)
+            if train is not None and end > last.step + 1:
+                left = steps_between(train, last.step, end) - 1
                 yield "left", duration_text(left * took_s)
         if records.evaluations:
             evaluation = records.evaluations[-1]

@@ -184,8 +184,8 @@ def _train(config: str) -> TrainSection | None:
     what is none."""
     try:
         train = yaml.safe_load(config)["train"]
-        batch, ramp = train.get("global_batch", 1), train.get("rampup")
-        known = {"steps": train["steps"], "global_batch": batch, "rampup": ramp}
+        known = {"steps": train["steps"], "global_batch": train.get("global_batch", 1)}
+        known |= {key: train[key] for key in ("rampup", "stop_every_steps") if key in train}
         return TrainSection.model_validate(known)
     except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError):
         return None

@@ -15,8 +15,8 @@ from tests.unit.run.play import Play
 from tests.unit.run.scenes import SCENES
 
 
-def started(number: int = 0) -> bytes:
-    attributes = {"name": "demo", "host": "n1", "config": "train: {steps: 40}\n"}
+def started(number: int = 0, train: str = "steps: 40") -> bytes:
+    attributes = {"name": "demo", "host": "n1", "config": f"train: {{{train}}}\n"}
     return encode(number, 1000.0, {"type": "coordinator_started", "attributes": attributes})
 
 

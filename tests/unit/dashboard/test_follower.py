@@ -101,6 +101,19 @@ def test_a_journal_is_followed_from_before_it_is_there(journal: Path) -> None:
     follow(journal, see)
 
 
+@pytest.mark.parametrize(
+    ("train", "left"), [("steps: 40", "37 s"), ("steps: 40, stop_every_steps: 10", "7.0 s")]
+)
+def test_the_time_that_is_left_is_that_until_it_stops(journal: Path, train: str, left: str) -> None:
+    append(journal, started(train=train) + step_lines(1, 3))
+
+    async def see(browser: Browser) -> None:
+        await browser.until(lambda b: "left" in b.parts.get("facts", {}))
+        assert browser.parts["facts"]["left"] == left
+
+    follow(journal, see)
+
+
 def test_a_line_is_read_once_it_is_whole(journal: Path) -> None:
     line = step_lines(1, 1)
 
