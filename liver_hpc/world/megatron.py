@@ -301,14 +301,15 @@ def tell_auxiliary_losses(
     router: Any = importlib.import_module("megatron.core.transformer.moe.router")
     if hasattr(router, "save_to_aux_losses_tracker"):
         router.save_to_aux_losses_tracker = of_experts
+    else:  # from 0.18 on
+        logging: Any = importlib.import_module("megatron.core.transformer.moe.moe_logging")
+        logging.MoEMetricsTracker.record = lambda _tracker, *told, **more: of_experts(*told, **more)
+    if hasattr(MTPLossLoggingHelper, "save_loss_to_tracker"):
         MTPLossLoggingHelper.save_loss_to_tracker = staticmethod(of_prediction)
-        return
-    logging: Any = importlib.import_module("megatron.core.transformer.moe.moe_logging")
-    logging.MoEMetricsTracker.record = lambda _tracker, *told, **more: of_experts(*told, **more)
-    # It tells how many of the predictions were right, too.
-    MTPLossLoggingHelper.save_metrics_to_tracker = staticmethod(
-        lambda loss, _correct, _total, number, *_, **_more: of_prediction(loss, number)
-    )
+    else:  # from 0.19 on, where it tells how many of the predictions were right, too
+        MTPLossLoggingHelper.save_metrics_to_tracker = staticmethod(
+            lambda loss, _correct, _total, number, *_, **_more: of_prediction(loss, number)
+        )
 
 
 def in_low_precision(module: Any) -> Any:
