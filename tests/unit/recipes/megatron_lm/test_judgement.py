@@ -41,6 +41,7 @@ REFUSED = {
     "--lr-decay-style inverse-square-root": "constant, linear, cosine and WSD decay",
     "--weight-decay-incr-style cosine": "weight decay is the same at every step",
     "--qk-clip": "the weights are changed after the optimizer's step",
+    "--mla-down-proj-fusion": "its weight is two tensors of a checkpoint",
     "--cuda-graph-impl local": "a CUDA graph replays",
     "--enable-cuda-graph": "a CUDA graph replays",
     "--inprocess-restart": "the runtime restarts workers itself",
