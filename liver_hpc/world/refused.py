@@ -25,6 +25,7 @@ _LAYOUT_DEPENDENT_BALANCING = {
 _BALANCING = ("aux_loss", "seq_aux_loss", "none")
 _PROCESS_WIDE = "the scale of its loss is one for the process, which a rehearsal would change"
 _SCALES = "its scales run on across steps in extra state, which is not moved"
+_WEIGHED = "auxiliary losses weigh what their micro-batch does in the global batch"
 _NOISE = "its noise is drawn for the tokens of one rank, which are others in another layout"
 _OPTIONS = {
     "fp16": "its loss scale runs on across steps, and is not moved; bf16 needs none",
@@ -36,6 +37,11 @@ _OPTIONS = {
     "moe_router_topk_limited_devices": "its groups of experts are the ep ranks; "
     "moe_router_num_groups and moe_router_group_topk are the same in every layout",
     "moe_router_force_load_balancing": _NOISE,
+    "moe_router_force_biased": _NOISE,
+    "moe_expert_rank_capacity_factor": "which tokens are dropped depends on what lies on one rank "
+    "together, and so on the layout",
+    "moe_grad_scale_func": _WEIGHED,
+    "mtp_grad_scale_func": _WEIGHED,
     "qk_clip": "the weights are changed after the optimizer's step",
     "use_mup": "all parameters have one learning rate",
     "finalize_model_grads_func": "gradients are finished by Megatron's own function",

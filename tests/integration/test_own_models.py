@@ -516,6 +516,10 @@ def test_a_tensor_of_more_dimensions_is_held_as_it_is(device: Any) -> None:
         ("experimental_attention_variant", "dsa"),
         ("moe_router_load_balancing_type", "sinkhorn"),
         ("moe_router_load_balancing_type", ["aux_loss", "a_new_one"]),
+        ("moe_router_force_biased", 1.0),
+        ("moe_expert_rank_capacity_factor", 1.5),
+        ("moe_grad_scale_func", lambda: 2.0),
+        ("mtp_grad_scale_func", lambda: 2.0),
     ],
 )
 def test_what_one_scale_or_balance_of_a_process_rules_is_refused(option: str, value: Any) -> None:
