@@ -35,7 +35,7 @@ def check(options: ScriptOptions) -> None:
     if mine is not None and _public(installed) != mine:
         raise ConfigError(
             f"model.megatron_lm: {checkout} has megatron-core {mine}, {installed} is installed: "
-            f"install megatron-core=={mine}, or check out core_v{_public(installed)}"
+            f"install megatron-core=={mine}, or check out a tag that has {_public(installed)}"
         )
 
 
