@@ -64,7 +64,14 @@ def own_agent(path: Path, environment: Mapping[str, str]) -> tuple[str, tuple[in
 def told_together(run_directory: Path) -> dict[str, Together]:
     """By agent, of all that were ever started. Raises LiverError."""
     found: dict[str, Together] = {}
-    for path in (run_directory / _FOLDER).glob("*.json"):
+    folder = run_directory / _FOLDER
+    try:  # not `glob`, which from Python 3.12 on takes what cannot be read for empty
+        paths = [*folder.iterdir()]
+    except FileNotFoundError:
+        return found
+    except OSError as error:
+        raise LiverError(f"{folder}: which agents run where cannot be read: {error}") from error
+    for path in (each for each in paths if each.suffix == ".json"):
         agents = {node: told.agent for node, told in _read(path).items()}
         found |= dict.fromkeys(agents.values(), Together(path.stem, agents))
     return found

@@ -39,3 +39,12 @@ def test_a_task_on_another_node_says_what_it_wanted(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(LiverError, match="cannot be read"):
         own_agent(path, {"SLURMD_NODENAME": "n1"})
+
+
+def test_what_was_started_together_is_not_taken_for_nothing_where_it_cannot_be_read(
+    tmp_path: Path,
+) -> None:
+    assert told_together(tmp_path) == {}
+    together_path(tmp_path, "liver-a0").parent.touch()
+    with pytest.raises(LiverError, match="steps: which agents run where cannot be read"):
+        told_together(tmp_path)
