@@ -161,9 +161,12 @@ class HostedCoordinator:
                 self._line.send(json.dumps(words).encode())
 
     def _hear(self, line: socket.socket) -> None:
-        said = b""
-        with contextlib.suppress(OSError):
+        try:
             said = line.recv(_MOST_SAID_BYTES, socket.MSG_DONTWAIT)
+        except (BlockingIOError, ConnectionResetError):
+            # A handler has heard it; or the child has ended and not heard all, and what it had
+            # said itself is heard next.
+            return
         if not said:
             if line is self._line:
                 self._child_ended()
@@ -232,7 +235,10 @@ class HostedCoordinator:
             print(f"{how}, {self._killed_in_vain} times in vain", file=sys.stderr, flush=True)
         self._ended = True
 
+    @_unheard()
     def _fork(self) -> None:
+        # Unheard: what a handler says before there is a line would reach nobody, and it would wait
+        # for an answer until the time is up.
         # What a killed one has left would send operators astray while this one boots.
         with contextlib.suppress(OSError):
             (self._run.path / COORDINATOR_FILE).unlink(missing_ok=True)

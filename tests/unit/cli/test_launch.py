@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -711,3 +712,34 @@ def test_nobody_is_waited_for_who_went_with_the_script(
     with pytest.raises(LiverError, match="what starts its coordinator may live"):
         coordinate_here(run)
     assert coordinate_here(run, script_lost=True) == Outcome("finished", "so it was", 3)
+
+
+def test_no_handler_runs_while_a_coordinator_is_forked(
+    coordinator: Coordinator, asked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait, until the time is up, for a coordinator that it has no line to yet."""
+    fork, blocked = os.fork, []
+
+    def noted() -> int:
+        blocked.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        return fork()
+
+    monkeypatch.setattr(os, "fork", noted)
+    coordinator(lambda _: Outcome("finished", "so it was", 3))
+    assert CoordinatorJob()(str(a_run(requeue=False).path)) == 0
+    assert {*launch._END_SIGNALS, *launch._STOP_SIGNALS} <= blocked[0]
+
+
+def test_what_a_coordinator_said_counts_that_ended_before_it_had_heard_all(tmp_path: Path) -> None:
+    """For its end of the line that is a connection that was reset."""
+    hosted = HostedCoordinator(tmp_path)
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    hosted._line = ours
+    outcome = Outcome("stopped", "its job is about to end; checkpoint of step 3", 3)
+    theirs.send(_told(outcome))
+    hosted.stop("SIGTERM")
+    theirs.close()
+    hosted._hear(ours)
+    hosted._hear(ours)
+    assert hosted.outcome == outcome
+    ours.close()
