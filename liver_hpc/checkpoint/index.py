@@ -14,7 +14,7 @@ import json
 import logging
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -150,7 +150,11 @@ def complete_checkpoints(directory: Path) -> list[tuple[int, Path]]:
 def has_index(path: Path) -> bool:
     """Whether there is an index, of what lies there: a job of Megatron's leaves it where it is as
     it saves another checkpoint there."""
-    return (path / INDEX_FILE).is_file() and not is_saved_over(path)
+    try:  # not `is_file`, which from Python 3.14 on takes what cannot be read for nothing
+        (path / INDEX_FILE).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return not is_saved_over(path)
 
 
 def is_saved_over(path: Path) -> bool:
@@ -195,8 +199,11 @@ def put_back(directory: Path, of: Callable[[int], bool] = lambda _generation: Tr
             path.rename(final)
 
 
-def _entries(directory: Path) -> Iterator[Path]:
-    return iter(directory.iterdir()) if directory.is_dir() else iter(())
+def _entries(directory: Path) -> list[Path]:
+    try:
+        return [*directory.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def read_index(path: Path) -> CheckpointIndex:
