@@ -102,10 +102,10 @@ class Crossing:
         voted_s = self._clock.now_s()
         context.send(vote)
         if not vote.ok:
-            # Peers that wait for bytes from here must not wait until their deadline; but what they
-            # say of that, the coordinator hears after the cause.
+            # Peers that wait for bytes from here must not wait until their deadline; but the
+            # coordinator should hear the cause before what they say of that.
             self._target.transport.close()
-        verdict = self._verdict()
+        verdict = self._verdict()  # COMMIT: from here on the target's state changes
         begun_s = self._clock.now_s()
         started_s, world = vote.started_s or voted_s, self._target.world
         self._copying.taken()
