@@ -42,6 +42,13 @@ ENDS_S = 60.0
 """How long is waited for what ends backends; it goes on beside where it takes longer."""
 SENTINEL_SIZE = 1 << 16
 """The size that the sentinel default group pretends to have; worker ids stay below it."""
+_TOGETHER = {
+    "allgather_into_tensor_coalesced": "_allgather_base",
+    "all_gather_single_coalesced": "_allgather_base",  # from torch 2.13 on
+    "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "_reduce_scatter_base",
+}
+"""Methods of torch's groups: what launches collectives together, and what launches one of them."""
 
 
 def lone_store() -> Any:
@@ -169,6 +176,26 @@ def _ending_its_batch(plain: Any) -> Any:
     return collective
 
 
+@cache
+def _launch_one_by_one() -> None:
+    """Makes what Megatron gathers and reduces of several buckets one launch of NCCL's each. Where
+    NCCL refuses one of those that torch launches together, as the next one in a communicator in
+    which a peer was lost, torch throws twice at once, which ends the process."""
+    for together, alone in _TOGETHER.items():
+        if hasattr(dist.ProcessGroup, together):
+            setattr(dist.ProcessGroup, together, _one_by_one(getattr(dist.ProcessGroup, alone)))
+
+
+def _one_by_one(alone: Any) -> Any:
+    """Returns the last one's work: those of a communicator end in their order."""
+
+    def collective(group: Any, outputs: Any, inputs: Any, *options: Any) -> Any:
+        pairs = zip(outputs, inputs, strict=True)
+        return [alone(group, output, its, *options) for output, its in pairs][-1]
+
+    return collective
+
+
 def _is_stand_in(group: Any, device: Any) -> bool:
     """Whether others would be in this group, who are not."""
     return group.size() > 1 and _is_fake(group, device)
@@ -234,6 +261,8 @@ class Group:
 
     def attach(self, backend: Any) -> None:
         """Replaces the stand-in by a real backend, so that collectives are real from here on."""
+        if self._device.backend_name == "nccl":
+            _launch_one_by_one()
         kind = getattr(dist.ProcessGroup.BackendType, self._device.backend_name.upper())
         self.process_group._register_backend(self._device.torch_device, kind, backend)
         self.process_group._set_default_backend(kind)

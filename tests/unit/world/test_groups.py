@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from liver_hpc.host.interfaces import address_towards
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
+from liver_hpc.world import groups as its
 from liver_hpc.world.device import Device, Network
 from liver_hpc.world.groups import Group, GroupBook, _ending_its_batch, install_sentinel
 from tests.nccl_groups import NcclGroups
@@ -277,6 +278,38 @@ def test_a_collective_in_parts_that_fails_leaves_no_group_of_nccls_open(
         codes.add(getattr(installed, "__code__", None))  # a stand-in for CUDA's has none
         installed = getattr(installed, "__wrapped__", None)
     assert collective.__code__ in codes
+
+
+@pytest.mark.parametrize(
+    ("name", "alone", "args"),
+    [
+        ("reduce_scatter_tensor", "_reduce_scatter_base", (torch.ones(1), torch.ones(2))),
+        ("all_gather_into_tensor", "_allgather_base", (torch.ones(2), torch.ones(1))),
+    ],
+)
+def test_over_nccl_buckets_that_come_together_are_launched_one_by_one(
+    name: str, alone: str, args: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that torch launches together, one that NCCL refuses ends the process."""
+    install_sentinel(0)
+    launched: list[Any] = []
+
+    def launch(_group: Any, output: Any, _input: Any, options: Any) -> str:
+        launched.append((output, options.asyncOp))
+        return f"work {len(launched)}"
+
+    for together in its._TOGETHER:
+        if hasattr(dist.ProcessGroup, together):
+            monkeypatch.setattr(dist.ProcessGroup, together, None)
+    monkeypatch.setattr(dist.ProcessGroup, alone, launch)
+    its._launch_one_by_one.__wrapped__()  # its cache is the process's
+    group = Group(f"test/one by one/{name}", (0, 1), 0, CPU)
+    with c10d._coalescing_manager(group.process_group, async_ops=True) as handle:
+        for _ in range(2):
+            getattr(c10d, name)(*args, group=group.process_group, async_op=True)
+    assert launched == [(args[0], True)] * 2
+    assert handle.works == ["work 2"]
+    group.close()
 
 
 def test_a_batch_that_never_began_ends_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
