@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from liver_hpc.errors import ConfigError
@@ -17,17 +17,26 @@ from liver_hpc.world.thread import MicroBatch
 class Batches:
     """A rank's part of global batches.
 
-    groups: those that reading means, in whatever thread it is done; a `Recipe.fetch` of its own
-    is read ahead. per_token: a micro-batch weighs what it has tokens, which Megatron sees to.
+    groups: those that reading means, in whatever thread it is done, which `enter` gives this
+    worker's device: one begins with the first GPU, which what is pinned there would open, too. A
+    `Recipe.fetch` of its own is read ahead. per_token: a micro-batch weighs what it has tokens,
+    which Megatron sees to.
     """
 
     def __init__(
-        self, recipe: Recipe, layout: Layout, at: Coordinate, groups: Any, per_token: bool = False
+        self,
+        recipe: Recipe,
+        layout: Layout,
+        at: Coordinate,
+        groups: Any,
+        enter: Callable[[], None],
+        per_token: bool = False,
     ) -> None:
         self._recipe = recipe
         self._layout = layout
         self._at = at
         self._groups = groups
+        self._enter = enter
         self._per_token = per_token
         reads = type(recipe).fetch is not Recipe.fetch
         self._ahead = ReadAhead(self.fetch, recipe.config.train.read_ahead if reads else 0)
@@ -79,6 +88,7 @@ class Batches:
 
     def fetch(self, samples: Sequence[Any]) -> Any:
         """From the read-ahead thread, or the one that computes, of this world or of another."""
+        self._enter()
         with self._recipe.reading, thread.groups_in_use(self._groups):
             return self._recipe.fetch(samples, layout=self._layout, at=self._at)
 

@@ -129,7 +129,8 @@ class World:
             built = wrapped(recipe, seat, self.device.torch_device, self.worker, self._allocating)
             self.chunks, self.tensors, self._buffers = built
             self._per_token = self.chunks[0].config.calculate_per_token_loss
-            self.batches = Batches(recipe, layout, at, self.groups, self._per_token)
+            enter, per_token = self.device.enter, self._per_token
+            self.batches = Batches(recipe, layout, at, self.groups, enter, per_token)
             with self._allocating():
                 self.optimizer = optimizer.build(recipe, self.chunks, self.groups)
         self.optimizers = [
