@@ -22,6 +22,8 @@ COMMANDS = ("sbatch", "srun", "scancel", "scontrol", "squeue", "sinfo")
 _AUTHENTICATION = re.compile(r"munge|credential|authenticat|Zero Bytes", re.I)
 _HINT = "If munged is up"
 _LEAST_SLURM = 22, 5
+_CANCELS_ALL = 25, 11
+"""From here on Slurm takes the end of a step of the first of several components for the job's."""
 
 
 def _commands(order: Order) -> Result:
@@ -50,6 +52,13 @@ def _controller(order: Order) -> Result:
         return warned(
             f"Slurm {version}: below 22.05 steps on a node do not share its GPUs",
             "ask for a newer one; until then leave workers.warm at true where there are GPUs",
+        )
+    release = (int(number[1]), int(number[2])) if number else (0, 0)
+    if release >= _CANCELS_ALL and len(order.slurm.components) > 1:
+        return warned(
+            f"Slurm {version} cancels a whole job of several components where a step of the first "
+            "is ended, as by the loss of one of its nodes",
+            "have one component, and what else is wanted in cluster.slurm.burst",
         )
     cluster, kind = order.commands.setting("ClusterName"), order.commands.setting("AuthType")
     return passed(f"cluster {cluster} takes this host's credentials ({kind}), Slurm {version}")

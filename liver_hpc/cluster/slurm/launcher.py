@@ -75,6 +75,7 @@ def slurm_launcher(
             ),
             lambda nodes: [*srun_words(held, f"{name}-kill", nodes, False), *kill],
             lambda nodes: [*srun_words(held, f"{name}-look", nodes, False), *kill, "--look"],
+            leads=held.het is not None and held.het[1] == 0,
         )
         return Step(plan, squeue, slurm.unreachable_s)
 

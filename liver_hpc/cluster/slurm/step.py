@@ -41,7 +41,7 @@ class StepPlan:
     """name: the step's, unique in the run. job: under its id squeue lists the step. agents: their
     names, by node. command: the srun's, with a log. killing: the words of an srun that kills the
     tasks of the step on some of its nodes. looking: of one that prints on which nothing of the step
-    is left."""
+    is left. leads: it is of the first component of several."""
 
     name: str
     job: str
@@ -49,6 +49,7 @@ class StepPlan:
     command: Command
     killing: Callable[[Sequence[str]], list[str]]
     looking: Callable[[Sequence[str]], list[str]]
+    leads: bool = False
 
 
 class Step:
@@ -144,11 +145,25 @@ class Step:
                 _log.warning("agents %s cannot be killed yet: %s", names, error)
             grace = Deadline.after(SystemClock(), _STEP_GRACE_S, "the agents to end")
             ended = [self._on[node].join(grace.remaining_s()) for node in doomed]
-            if not all(ended) and doomed == living and self._child is not None:
-                self._child.end(_SRUN_END_S)
+            if not all(ended) and doomed == living:
+                self._end_srun()
         with self._lock:
             self._killing = False
         raise limit.error()
+
+    def _end_srun(self) -> None:
+        """From 25.11 on Slurm takes an srun that kills its step in the first of several components
+        for one that cancels the job, with all of them. There it is ended before it has a step."""
+        if self._child is None:
+            return
+        if self._plan.leads:
+            try:
+                if self._steps():
+                    return
+            except LiverError as error:
+                _log.warning("step %s: has it begun? %s", self._plan.name, error)
+                return
+        self._child.end(_SRUN_END_S)
 
     # ---- in the keeper's thread
 

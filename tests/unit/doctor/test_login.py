@@ -142,6 +142,14 @@ def test_a_slurm_whose_steps_share_no_gpus(results: Any, version: str, level: Le
     assert f"Slurm {version}" in found.found
 
 
+def test_a_slurm_that_cancels_several_components_together(results: Any) -> None:
+    replies = {"show config": Answer(0, CONFIG.replace("22.05.8", "25.11.3"))}
+    parts = components(main="stable", extra="stable")
+    assert results(cluster(components=parts), replies)["controller"].level is Level.WARN
+    assert results(cluster(components=parts[:1]), replies)["controller"].level is Level.PASS
+    assert results(cluster(components=parts))["controller"].level is Level.PASS
+
+
 def test_a_partition_that_is_not_there(results: Any) -> None:
     found = results(cluster(components=components(main="stable", extra="gpu")))["partitions"]
     assert found.level is Level.FAIL

@@ -51,8 +51,9 @@ def step(tmp_path: Path) -> Iterator[Begin]:
         done = subprocess.CompletedProcess(list(words), 0, "", "")
         return done if ended.exists() else played(words, limit_s)
 
-    def begin(said: str, start: bool = True) -> Step:
-        script = f"echo '{said}'; while ! test -e {ended}; do sleep 0.1; done"
+    def begin(said: str, start: bool = True, leads: bool = False) -> Step:
+        script = f"trap 'echo forced' TERM; echo '{said}'; "
+        script += f"while ! test -e {ended}; do sleep 0.1; done"
         command = Command("srun", ["sh", "-c", script], log=tmp_path / "srun.log")
         agents = {f"n{number}": f"a{number}" for number in (1, 2, 3)}
         plan = StepPlan(
@@ -62,6 +63,7 @@ def step(tmp_path: Path) -> Iterator[Begin]:
             command,
             lambda nodes: ["kill", *nodes],
             lambda nodes: ["look", *nodes],
+            leads,
         )
         made = Step(plan, Squeue(SlurmCommands(1.0, 0.0, run=answer), 1.0), 5.0)
         if start:
@@ -117,6 +119,19 @@ def test_an_agent_for_whose_kill_there_is_no_thread_is_killed_later(
     assert caplog.text.count("step liver-a1: agents are killed later: kill-liver-a1: can't") == 1
     deadline = Deadline.after(SystemClock(), LIMIT_S, "the kill of a2")
     poll_until(lambda: ["kill", "n2"] in said_to_slurm, deadline)
+
+
+def test_a_killed_step_that_leads_a_job_of_several_components_ends_without_its_srun(
+    step: Begin, tmp_path: Path
+) -> None:
+    """Slurm 25.11 cancels such a job where an srun kills its step."""
+    said_to_slurm.clear()
+    for agent in step("it runs", leads=True).agents.values():
+        agent.kill()
+    killed = ["scancel", "--signal=KILL", "7.0"]
+    deadline = Deadline.after(SystemClock(), LIMIT_S, "another scancel")
+    poll_until(lambda: said_to_slurm.count(killed) == 2, deadline)
+    assert "forced" not in (tmp_path / "srun.log").read_text()
 
 
 def test_a_look_names_the_node_on_which_nothing_of_a_step_is_left(repository: Path) -> None:
