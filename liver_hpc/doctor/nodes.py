@@ -184,7 +184,8 @@ def nodes_of(order: Order) -> Iterator[tuple[Nodes, str]]:
         words = [*_srun(order, count, name, around), *step.options, *step.python]
         words += ["liver_hpc.doctor.probe", str(directory), order.config.network.model_dump_json()]
         words = _behind_setup(order.slurm.setup, words, directory)
-        nodes = Nodes(words, count, directory, _versions_wanted(order), step.environment)
+        told = {**step.environment, "SLURM_JOB_ID": around} if around else step.environment
+        nodes = Nodes(words, count, directory, _versions_wanted(order), told)
         cluster = order.config.cluster
         slots = [*map(cluster.slots, cluster.parts), gpu_count(order.gpus_per_node)]
         nodes.workers = max(1, *slots)

@@ -125,10 +125,10 @@ def srun_words(
     accelerated: with the accelerators of its nodes. Below Slurm 22.05 steps do not share these, and
     one that asks for none waits for none, either.
     """
-    words = ["srun", f"--jobid={held.job}"]
-    if held.het is not None:
-        leader, index = held.het
-        words = ["srun", f"--jobid={leader}", f"--het-group={index}"]
+    leader, index = held.het or (held.job, None)
+    # Told by the environment, too, it is spared what a site or the user has set for new jobs.
+    words = ["env", f"SLURM_JOB_ID={leader}", "srun", f"--jobid={leader}"]
+    words += [] if index is None else [f"--het-group={index}"]
     words += [f"--job-name={name}", f"--nodelist={','.join(nodes)}", f"--nodes={len(nodes)}"]
     words += [f"--ntasks={len(nodes)}", "--ntasks-per-node=1"]
     words += ["--overlap", "--cpu-bind=none", "--input=none", "--no-kill"]

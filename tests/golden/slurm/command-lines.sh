@@ -8,13 +8,13 @@ sbatch --parsable --job-name=run-burst-1 --partition=preempt --nodes=2 --time=60
 sbatch --parsable --job-name=run-burst-2 --partition=preempt --nodes=1 --time=5 --no-requeue --no-kill --wait-all-nodes=1 '--output=/runs/a b%%/logs/burst-%j.log' --open-mode=append --ntasks-per-node=1 '/runs/a b%/burst.sbatch' '/runs/a b%'
 
 # a step of one agent
-srun --jobid=12 --job-name=liver-a0 --nodelist=n1 --nodes=1 --ntasks=1 --ntasks-per-node=1 --overlap --cpu-bind=none --input=none --no-kill --kill-on-bad-exit=0 --wait=0 --unbuffered --verbose --immediate=5 --mpi=none
+env SLURM_JOB_ID=12 srun --jobid=12 --job-name=liver-a0 --nodelist=n1 --nodes=1 --ntasks=1 --ntasks-per-node=1 --overlap --cpu-bind=none --input=none --no-kill --kill-on-bad-exit=0 --wait=0 --unbuffered --verbose --immediate=5 --mpi=none
 
 # a component's step, with accelerators
-srun --jobid=12 --het-group=1 --job-name=liver-a1 --nodelist=n2,n3 --nodes=2 --ntasks=2 --ntasks-per-node=1 --overlap --cpu-bind=none --input=none --no-kill --kill-on-bad-exit=0 --wait=0 --unbuffered --verbose --immediate=5 --mpi=none --gpus-per-node=h100:4
+env SLURM_JOB_ID=12 srun --jobid=12 --het-group=1 --job-name=liver-a1 --nodelist=n2,n3 --nodes=2 --ntasks=2 --ntasks-per-node=1 --overlap --cpu-bind=none --input=none --no-kill --kill-on-bad-exit=0 --wait=0 --unbuffered --verbose --immediate=5 --mpi=none --gpus-per-node=h100:4
 
 # a step beside that, which uses none
-srun --jobid=12 --het-group=1 --job-name=liver-a1-kill --nodelist=n2 --nodes=1 --ntasks=1 --ntasks-per-node=1 --overlap --cpu-bind=none --input=none --no-kill --kill-on-bad-exit=0 --wait=0 --unbuffered --verbose --immediate=5 --mpi=none --gres=none
+env SLURM_JOB_ID=12 srun --jobid=12 --het-group=1 --job-name=liver-a1-kill --nodelist=n2 --nodes=1 --ntasks=1 --ntasks-per-node=1 --overlap --cpu-bind=none --input=none --no-kill --kill-on-bad-exit=0 --wait=0 --unbuffered --verbose --immediate=5 --mpi=none --gres=none
 
 # the end of a job
 scancel 12

@@ -182,7 +182,7 @@ def test_dry_run_prints_how_an_agent_starts_in_its_image(
     shown = capsys.readouterr().out.partition("# agents that start together are started by\n")[2]
     line = shlex.split(shown.splitlines()[0])
     run = tmp_path / "runs" / "run-DATE-TIME"
-    assert line[1:4] == ["srun", "--jobid=JOB", "--job-name=AGENT"]
+    assert line[1:5] == ["env", "SLURM_JOB_ID=JOB", "srun", "--jobid=JOB"]
     at = line.index("ch-run")
     mount, *rest = line[at + 1 :]
     assert mount == f"--bind={run}:{run}"

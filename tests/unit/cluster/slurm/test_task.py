@@ -34,6 +34,7 @@ def test_it_is_a_step_of_the_nodes_python(tmp_path: Path, monkeypatch: pytest.Mo
         "#!/bin/sh",
         f"printf '%s\\n' \"$@\" > {tmp_path}/words",
         f"printf '%s' \"$SRUN_EXPORT_ENV\" > {tmp_path}/exported",
+        f"printf '%s' \"$SLURM_JOB_ID\" > {tmp_path}/job",
         "exit 7",
     ]
     (programs / "srun").write_text("\n".join(lines))
@@ -50,6 +51,7 @@ def test_it_is_a_step_of_the_nodes_python(tmp_path: Path, monkeypatch: pytest.Mo
     launcher.close()
     words = (tmp_path / "words").read_text().splitlines()
     assert (tmp_path / "exported").read_text() == "ALL,KEY=hunter2"
-    step = srun_words(HELD, "liver-derivation", ["n1"])[1:]
+    env, job, _, *step = srun_words(HELD, "liver-derivation", ["n1"])
+    assert (env, (tmp_path / "job").read_text()) == ("env", job.removeprefix("SLURM_JOB_ID="))
     assert words == [*step, "/opt/image", "run", "python3", "-P", "-m", *task]
     assert launcher.exit_code("derivation") == 7
