@@ -35,6 +35,9 @@ CORES = "LIVER_CORES"
 _FOREIGN_PREFIXES = ("SLURM_", "SRUN_", "PMI", "OMPI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCAL")
 _CLUSTER = ("SLURM_CONF", "SLURM_CONF_SERVER")
 _USER = ("SLURM_JWT", "SLURM_SACK_SOCKET", "SLURM_SACK_KEY", "SLURM_SACK_JWKS")
+_TOKEN = "SLURM_JWT"
+"""Slurm's commands show it in the place of the user's credential. slurmd takes none, so that srun
+starts nothing; it expires, by default after half an hour; and within a job nobody needs it."""
 _KEPT = frozenset(_CLUSTER + _USER)
 
 
@@ -42,12 +45,13 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """`environment` without what belongs to the launch that this process came from.
 
     What says where the cluster is, and by what the user is known to it, stays: it does not say what
-    we are in it.
+    we are in it. Within a job that is no token.
     """
+    kept = _KEPT - {_TOKEN} if "SLURM_JOB_ID" in environment else _KEPT
     return {
         name: value
         for name, value in environment.items()
-        if name in _KEPT or not name.startswith(_FOREIGN_PREFIXES)
+        if name in kept or not name.startswith(_FOREIGN_PREFIXES)
     }
 
 

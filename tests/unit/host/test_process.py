@@ -86,8 +86,15 @@ def test_threads_keep_to_the_core() -> None:
 
 
 def test_takes_away_the_launch_and_keeps_the_rest() -> None:
-    environment = {name: name.lower() for name in FOREIGN + OURS}
+    foreign = [name for name in FOREIGN if name != "SLURM_JOB_ID"]
+    environment = {name: name.lower() for name in foreign + OURS}
     assert clean_environment(environment) == {name: name.lower() for name in OURS}
+
+
+def test_within_a_job_the_user_is_known_by_no_token() -> None:
+    """srun starts nothing with one, and it expires."""
+    environment = {"SLURM_JWT": "x", "SLURM_CONF": "/etc/slurm.conf", "SLURM_JOB_ID": "5"}
+    assert clean_environment(environment) == {"SLURM_CONF": "/etc/slurm.conf"}
 
 
 def test_leaves_its_argument_alone() -> None:
