@@ -31,6 +31,8 @@ _KILL_MODULE = "liver_hpc.node.kill_task"
 _PREFIX = "liver-"
 _IMMEDIATE_S = 5
 _CLOSE_MARGIN_S = 10.0
+_ALONE = {"SLURM_OOM_KILL_STEP": "0"}
+"""For srun, from 24.11 on: who is out of memory does not end the step, whatever slurm.conf says."""
 
 
 def slurm_launcher(
@@ -69,7 +71,12 @@ def slurm_launcher(
                 f"srun of step {name}",
                 [*srun_words(held, name, [*agents]), *step_options, *words],
                 orphan_signal=None,  # agents end it, if no other coordinator takes over
-                environment={**clean_environment(os.environ), **exported, STEP_VARIABLE: name},
+                environment={
+                    **clean_environment(os.environ),
+                    **_ALONE,
+                    **exported,
+                    STEP_VARIABLE: name,
+                },
                 log=directory / "logs" / f"srun-{name.removeprefix(_PREFIX)}.log",
                 apart="session",
             ),

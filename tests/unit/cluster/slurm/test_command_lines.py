@@ -102,6 +102,7 @@ def test_who_kills_agents_and_looks_for_them_takes_no_gpus(
     run.launch(LaunchAgent("a1", Seat("n1", (0,)), Layout(1, 1, 1)))
     (plan,) = made.call_args.args[:1]
     assert "--gpus-per-node=4" in plan.command.words
+    assert plan.command.environment["SLURM_OOM_KILL_STEP"] == "0", "for each agent alone"
     for words in (plan.killing(["n1"]), plan.looking(["n1"])):
         assert "--gres=none" in words
         assert "--gpus-per-node=4" not in words
