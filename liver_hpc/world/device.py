@@ -396,6 +396,11 @@ def _too_few_gpus(local_rank: int, seen: int, wanted: int) -> str:
         listed += (
             "; CUDA shows a process one MIG instance: workers that share a node need whole GPUs"
         )
+    else:
+        listed += (
+            "; Slurm before 26.05.3 gives a step fewer than its job has where the job's cores are "
+            "of fewer sockets than its GPUs: ask for `exclusive: true`, or more cpus_per_node"
+        )
     return (
         f"the worker in place {local_rank} wanted a GPU of its own; its node was asked for with "
         f"{wanted}, and torch sees {seen} on {listed}"

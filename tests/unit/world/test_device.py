@@ -77,7 +77,8 @@ def test_a_worker_that_wants_a_gpu_does_not_train_on_the_cpu(
 
 
 @pytest.mark.parametrize(
-    ("listed", "why"), [("0,1", r": 0,1\)$"), ("MIG-a,MIG-b,MIG-c", "one MIG instance")]
+    ("listed", "why"),
+    [("0,1", r": 0,1\); Slurm before 26"), ("MIG-a,MIG-b,MIG-c", "one MIG instance")],
 )
 @pytest.mark.usefixtures("two_gpus")
 def test_a_worker_whose_gpu_is_gone_does_not_share_that_of_another(
