@@ -151,10 +151,10 @@ def _switch(order: Order) -> Result:
     """Whether processes of different steps and jobs reach each other over the fast network: those
     that the doctor tries are of one step."""
     kind, burst = order.commands.setting("SwitchType"), order.slurm.burst is not None
-    if kind.endswith("nvidia_imex") and burst:
+    if kind.endswith("nvidia_imex") and (burst or len(order.slurm.components) > 1):
         return warned(
-            f"{kind}: each job has an IMEX channel of its own: over NVLink burst nodes reach no "
-            "others",
+            f"{kind}: each component and each burst job has an IMEX channel of its own: over "
+            "NVLink their nodes reach no others",
             "set network.nccl: {NCCL_MNNVL_ENABLE: 0}",
         )
     if not kind.endswith("hpe_slingshot"):

@@ -226,6 +226,11 @@ BURST = {"partition": "spot", "max_nodes": 1}
         ("hpe_slingshot", {"step_options": {"network": "single_node_vni,job_vni"}}, ""),
         ("hpe_slingshot", {"burst": BURST, "step_options": {"network": "job_vni"}}, "NCCL_NET"),
         ("nvidia_imex", {"burst": BURST}, "NCCL_MNNVL_ENABLE"),
+        (
+            "nvidia_imex",
+            {"components": components(main="stable", extra="stable")},
+            "NCCL_MNNVL_ENABLE",
+        ),
         ("nvidia_imex", {}, ""),
         ("none", {"burst": BURST}, ""),
     ],
