@@ -390,7 +390,18 @@ class JobSignals:
         if self.job is not None and hosted.outcome.goes_on(config):
             requeue(self._slurm, self.job.array_task or self.job.job_id)
             return None
+        if self.job is not None and config.cluster.kind == "slurm":
+            self._keep_ended(self.job)
         return hosted.outcome
+
+    def _keep_ended(self, job: OwnJob) -> None:
+        """Slurm itself would queue a job again whose script fails (`expedite`), or that it has
+        preempted in an earlier start (from 24.05 on)."""
+        parts = [v for name, v in os.environ.items() if name.startswith("SLURM_JOB_ID_HET_GROUP_")]
+        if self._slurm.requeue:
+            with contextlib.suppress(SlurmError):
+                commands = SlurmCommands(min(_ASK_S, self._slurm.command_s), unreachable_s=0.0)
+                commands.keep_ended(parts if job.job_id in parts else [job.job_id])
 
     def _hear(self, number: int, frame: object) -> None:
         if self._hosted is None:

@@ -194,6 +194,10 @@ class SlurmCommands:
         """Ends a job and has it start again later."""
         self._call(["scontrol", "requeue", job])
 
+    def keep_ended(self, jobs: Sequence[str]) -> None:
+        """Has none of these queued again once it ends, whatever it was submitted with."""
+        self._call(["scontrol", "update", f"JobId={','.join(jobs)}", "Requeue=0"])
+
     def jobs(self, ids: Sequence[str], own: bool = False) -> dict[str, JobInfo]:
         """Those of `ids` that are not over, by their own id; a leader's id means all components.
         own: they are this user's, so that Slurm need not send several out of the whole queue.

@@ -28,6 +28,9 @@ scancel --user=1000 --name=run-burst-1
 # a requeue
 scontrol requeue 12
 
+# the end of all requeues
+scontrol update JobId=12,13 Requeue=0
+
 # some jobs
 squeue --local --all --noheader --jobs=12,15 '--format=%A|%i|%T|%r|%e|%N|%j'
 

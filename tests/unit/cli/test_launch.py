@@ -338,11 +338,15 @@ def test_one_that_is_killed_after_another_has_taken_over_is_not_followed(
     assert len([*run.path.glob("life-*")]) == 1
 
 
+KEPT_ENDED = "scontrol update JobId=77 Requeue=0\n"
+"""Slurm may queue a job again that it has preempted before, and does so with expedite."""
+
+
 def test_a_job_whose_run_has_failed_fails(coordinator: Coordinator, asked: Path) -> None:
     coordinator(ends_as("failed", "worker 1 lost"))
     with pytest.raises(LiverError, match=r"^worker 1 lost$"):
         CoordinatorJob()(str(a_run(requeue=True).path))
-    assert asked.read_text() == ""
+    assert asked.read_text() == KEPT_ENDED
 
 
 def test_a_job_whose_coordinator_leaves_nothing_fails(
@@ -359,7 +363,7 @@ def test_a_job_whose_run_has_ended_well_does_too(
 ) -> None:
     coordinator(ends_as(state))
     assert CoordinatorJob()(str(a_run(requeue=True).path)) == 0
-    assert asked.read_text() == ""
+    assert asked.read_text() == KEPT_ENDED
 
 
 def test_a_job_whose_run_goes_on_is_queued_again(coordinator: Coordinator, asked: Path) -> None:

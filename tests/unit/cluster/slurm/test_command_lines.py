@@ -61,6 +61,7 @@ CALLS = {
     "a step's signal": lambda slurm: slurm.cancel("12.3", "KILL"),
     "the end of all jobs of a name": lambda slurm: slurm.cancel_named("run-burst-1"),
     "a requeue": lambda slurm: slurm.requeue("12"),
+    "the end of all requeues": lambda slurm: slurm.keep_ended(["12", "13"]),
     "some jobs": lambda slurm: slurm.jobs(["12", "15"]),
     "jobs of a name": lambda slurm: slurm.named("run-burst-1"),
     "a job's steps": lambda slurm: slurm.steps(["12", "13"]),
