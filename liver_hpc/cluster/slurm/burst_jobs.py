@@ -17,7 +17,7 @@ from liver_hpc.cluster.slurm.burst import BurstPolicy
 from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmCommands, SlurmError
 from liver_hpc.cluster.slurm.holdings import Allocation
 from liver_hpc.cluster.slurm.reaper import SETTLE_S, cancel_all
-from liver_hpc.cluster.slurm.replies import COMPLETING, RUNNING, JobInfo
+from liver_hpc.cluster.slurm.replies import COMPLETING, JobInfo
 from liver_hpc.cluster.slurm.script import BURST_SCRIPT, burst_options, burst_script
 from liver_hpc.config.schema import BurstSection, RunConfig
 from liver_hpc.host.child import Child, Command
@@ -173,7 +173,7 @@ class BurstJobs:
         granted = []
         for job in list(self.policy.pending):
             info = jobs.get(job)
-            if info is not None and info.state == RUNNING and info.nodes:
+            if info is not None and info.ready:
                 self.policy.granted(job, len(info.nodes))
                 granted.append(self._allocation(job, info.nodes, info.ends_s))
             elif info is None or info.over:

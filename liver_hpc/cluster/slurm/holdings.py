@@ -226,6 +226,8 @@ class Holdings:
             info = jobs.get(job)
             if info is None or info.over:
                 events += self.strike(job, _end_reason(held, info))
+            elif held.burst and info.queued:  # against --no-requeue: ForceRequeueOnFail
+                held.returning = "Slurm has queued it again"
             elif info.state == COMPLETING and not held.own:  # who ends the own job says so himself
                 for node in held.nodes:
                     if not held.is_taken(node, now_s + self.kill_s):

@@ -83,6 +83,12 @@ class JobInfo:
         return self.state in _QUEUED
 
     @property
+    def ready(self) -> bool:
+        """Whether steps can begin on its nodes. With PrologFlags=Alloc a job runs while their
+        prolog does; an srun that has to wait for that gives up."""
+        return self.state == RUNNING and self.reason != "Prolog" and bool(self.nodes)
+
+    @property
     def hopeless(self) -> bool:
         """Whether it is pending and will not start by waiting."""
         hopeless = self.reason.startswith(_HOPELESS) or _OF_ONE_JOB.match(self.reason)

@@ -188,6 +188,17 @@ def _now(cluster: Cluster) -> dict[str, JobInfo]:
     return SlurmCommands(5.0, 0.0, FakeClock(), cluster).jobs(["7"])
 
 
+def test_a_grant_is_one_when_the_prolog_of_its_nodes_is_over(
+    cluster: Cluster, jobs: BurstJobs
+) -> None:
+    cluster.answers["sbatch"] = Answer(0, "7\n")
+    jobs.act()
+    cluster.answers["squeue"] = Answer(0, "7|7|RUNNING|Prolog|9999|n4|burst\n")
+    assert jobs.observe(_now(cluster)) == []
+    cluster.answers["squeue"] = Answer(0, "7|7|RUNNING|None|9999|n4|burst\n")
+    assert [granted.job for granted in jobs.observe(_now(cluster))] == ["7"]
+
+
 def test_what_was_used_of_the_cap_outlives_a_coordinator(cluster: Cluster, tmp_path: Path) -> None:
     clock = FakeClock()
     first = burst_jobs(cluster, clock, tmp_path)

@@ -188,6 +188,14 @@ def test_a_limit_that_is_shortened_long_after_a_guess_is_no_preemption(held: Hol
     assert observe(held, replace(BURST, ends_s=5_000.0), now_s=1_075.0) == []
 
 
+def test_a_burst_job_that_slurm_has_queued_again_goes_back(held: Holdings) -> None:
+    """It would come with other nodes, one day, and be kept for nothing."""
+    queued = replace(BURST, state="PENDING", reason="launch failed requeued held", nodes=())
+    assert observe(held, queued) == []
+    (burst,) = held.returning()
+    assert (burst.job, burst.returning) == ("9", "Slurm has queued it again")
+
+
 def test_completing_is_a_warning_and_absence_the_end(held: Holdings) -> None:
     assert observe(held, replace(EXTRA, state="COMPLETING")) == warned(
         "n2 n3", "cancelled", 1_000.0, 1_000.0 + KILL_S
