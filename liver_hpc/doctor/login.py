@@ -19,7 +19,7 @@ from liver_hpc.report.wording import bytes_text
 COMMANDS = ("sbatch", "srun", "scancel", "scontrol", "squeue", "sinfo")
 
 # A controller that does not trust this host's credentials hangs up.
-_AUTHENTICATION = re.compile(r"munge|credential|authenticat|Zero Bytes", re.I)
+_AUTHENTICATION = re.compile(r"munge|sack|credential|authenticat|Zero Bytes", re.I)
 _HINT = "If munged is up"
 _LEAST_SLURM = 22, 5
 _CANCELS_ALL = 25, 11
@@ -44,7 +44,10 @@ def _controller(order: Order) -> Result:
         complaint = error.complaint or str(error)
         for line in complaint.splitlines():
             if _AUTHENTICATION.search(line) and _HINT not in line:
-                advice = "start munged here and on the controller, with the same key and right time"
+                advice = (
+                    "start munged (with auth/slurm: sackd) here and on the controller, with the "
+                    "same key and right time"
+                )
                 return failed(line, advice)
         return failed(complaint, "ask for slurmctld; `scontrol ping` says where it should be")
     number = re.match(r"(\d+)\.(\d+)", version)

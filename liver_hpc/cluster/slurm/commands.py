@@ -303,12 +303,14 @@ class SlurmCommands:
         return {partition.name: partition for partition in found}
 
     def setting(self, name: str) -> str:
-        """A value of Slurm's configuration as Slurm shows it: setting("KillWait") == "30 sec"."""
+        """A value of Slurm's configuration as Slurm shows it: setting("KillWait") == "30 sec". From
+        23.11 on there is no plugin where it was called none before."""
         asked = ["scontrol", "show", "config"]
         found = re.search(rf"^\s*{re.escape(name)}\s*=(.*)$", self._call(asked), re.I | re.M)
         if found is None:
             raise SlurmError(asked, 0, f"there is no setting {name!r}")
-        return found[1].strip()
+        value = found[1].strip()
+        return "none" if value == "(null)" else value
 
     def check_cluster(self, environment: Mapping[str, str]) -> None:
         """Raises ConfigError where `environment` has sbatch submit to other clusters than this."""

@@ -105,6 +105,7 @@ def test_without_slurm_nothing_of_it_is_looked_at(
     [
         'Munge encode failed: Failed to access "/run/munge/munge.socket.2"',
         "slurm_load_ctl_conf error: Protocol authentication error",
+        "failed to connect to any sack sockets",
         "slurm_load_ctl_conf error: Zero Bytes were transmitted or received",
     ],
 )
@@ -148,6 +149,14 @@ def test_a_slurm_that_cancels_several_components_together(results: Any) -> None:
     assert results(cluster(components=parts), replies)["controller"].level is Level.WARN
     assert results(cluster(components=parts[:1]), replies)["controller"].level is Level.PASS
     assert results(cluster(components=parts))["controller"].level is Level.PASS
+
+
+def test_a_slurm_that_preempts_nobody_says_so_in_any_release(results: Any) -> None:
+    """As 23.11 shows it."""
+    shown = CONFIG.replace("preempt/partition_prio", "(null)").replace("switch/none", "(null)")
+    found = results(cluster(burst=BURST), {"show config": Answer(0, shown)})
+    assert found["preemption"].found == "none: no job is preempted"
+    assert found["switch"].found == "none"
 
 
 def test_a_partition_that_is_not_there(results: Any) -> None:
