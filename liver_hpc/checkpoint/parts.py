@@ -21,8 +21,9 @@ log = logging.getLogger(__name__)
 
 class Save:
     """One worker's part in the checkpoint of step `step` under `directory`. Made at the boundary,
-    it needs the world no more. context: of which it sends nothing. away_s: how long a coordinator
-    is waited for that is away; without one, a checkpoint of several workers comes to nothing."""
+    it needs the world no more. context: of which it sends nothing. waits: whether training waits
+    for it: then it has all the time that the run file gives it, and waits for a coordinator that is
+    away, without whom a checkpoint of several workers comes to nothing."""
 
     def __init__(
         self,
@@ -30,7 +31,8 @@ class Save:
         world: World,
         step: int,
         directory: Path,
-        away_s: float = 0.0,
+        *,
+        waits: bool = False,
     ) -> None:
         self.scalars = world.scalar_state(step)
         self._worker, self._generation = world.worker, world.generation
@@ -42,7 +44,9 @@ class Save:
         self._check = world.book.check
         partial = partial_path(directory, step, world.generation)
         prefix = f"g{world.generation}/checkpoint/{step}"
-        limit_s = context.config.deadlines.collective_s
+        limits = context.config.deadlines
+        limit_s = limits.checkpoint_s if waits else limits.collective_s
+        away_s = limits.word_s if waits else 0.0
         self._peers = Peers(context.open_store, prefix, limit_s, away_s)
         try:
             self._writer = PartWriter(world, self.scalars, partial, self._peers)

@@ -133,8 +133,7 @@ class Saving:
         """Saves a boundary while training waits, also for the next coordinator. check: raises where
         the world is to be let go; `interrupt` ends what is waited for after that."""
         world.settle()
-        away_s = self._context.config.deadlines.word_s
-        made = self._waited_for = Save(self._context, world, step, directory, away_s)
+        made = self._waited_for = Save(self._context, world, step, directory, waits=True)
         try:
             check()
             self._context.send(made.now(world))

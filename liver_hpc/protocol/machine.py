@@ -111,9 +111,8 @@ class HandoffMachine:
         everybody = now.participants
         awaited: list[Awaited] = [(w, m.AtBoundary) for w in now.source_workers]
         awaited += [(w, m.Vote) for w in everybody]
-        limits = self._limits_of(now.request)
-        writes_s = limits.checkpoint_s if now.request.bounded else 0.0
-        self._enter(Phase.ARMED, limits.boundary_s + writes_s, awaited)
+        boundary_s = self._limits_of(now.request).boundary_s
+        self._enter(Phase.ARMED, boundary_s + self._writes_s, awaited)
         # In bounded memory the target computes nothing before the point of no return.
         shared = now.kept_groups > 0 and not now.request.bounded
         return [Send(everybody, m.Arm(generation=now.generation, shared_groups=shared))]
@@ -123,13 +122,20 @@ class HandoffMachine:
     def _limits_of(self, request: Requested) -> DeadlineSection:
         return self._deadlines.beside_steps(request.steps_s)
 
+    @property
+    def _writes_s(self) -> float:
+        """How long a worker of the source may write its part of the way back, at the boundary."""
+        return self._deadlines.checkpoint_s if self._now.request.bounded else 0.0
+
     def _transfer_begins(self, event: m.AtBoundary | m.Vote) -> list[Action]:
-        """The first sign that the source stands at the boundary.
+        """The first sign that the source stands at the boundary; in bounded memory others may have
+        a larger part of the checkpoint to write.
 
         A Vote may overtake the others' AtBoundary: they come over different connections.
         """
         now = self._now
-        self._enter(Phase.TRANSFER, self._limits_of(now.request).transfer_s, now.awaited)
+        transfer_s = self._limits_of(now.request).transfer_s
+        self._enter(Phase.TRANSFER, transfer_s + self._writes_s, now.awaited)
         return self._at_boundary(event) if isinstance(event, m.AtBoundary) else self._vote(event)
 
     def _at_boundary(self, event: m.AtBoundary) -> list[Action]:
@@ -294,9 +300,11 @@ class HandoffMachine:
         actions = self._drop_target(reason, faulty)
         if now.target is None:  # still in BOOT: the source workers were told nothing
             return actions + self._end("aborted", now.reason, now.request.source)
-        # A worker that trains answers at its next step boundary.
+        # A worker that trains answers at its next step boundary, one that writes once it has.
         awaited = ((w, m.Aborted) for w in now.source_workers)
-        self._enter(Phase.ABORT, self._limits_of(now.request).boundary_s, awaited)
+        writes_s = 0.0 if self.phase is Phase.PREPARE else self._writes_s
+        boundary_s = self._limits_of(now.request).boundary_s
+        self._enter(Phase.ABORT, boundary_s + writes_s, awaited)
         return actions
 
     def _drop_target(self, reason: str, leave: Collection[int] = ()) -> list[Action]:

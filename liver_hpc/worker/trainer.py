@@ -467,7 +467,10 @@ class Trainer(WorldHolder):
                 rebuild=held is not None,
             )
         )
-        limit_s = session.limits.boundary_s + session.limits.word_s
+        limits = session.limits
+        # In bounded memory others may write their parts of the checkpoint still.
+        writes_s = limits.checkpoint_s if session.bounded else 0.0
+        limit_s = limits.boundary_s + writes_s + limits.word_s
         everybody = f"workers {list(session.members)}"
         resume: m.Resume = session.wait(m.Resume, limit_s, f"{everybody} to go back")
         if held is not None:

@@ -148,7 +148,9 @@ class Seat:
         self.context: Any = SimpleNamespace(
             config=SimpleNamespace(
                 checkpoint=SimpleNamespace(every_steps="auto", cost=0.05),
-                deadlines=SimpleNamespace(collective_s=collective_s, word_s=0.0),
+                deadlines=SimpleNamespace(
+                    collective_s=collective_s, checkpoint_s=WAIT_S, word_s=0.0
+                ),
             ),
             clock=clock or SystemClock(),
             send=self.said.append,
@@ -569,6 +571,23 @@ def test_training_waits_for_no_peers_part_once_its_world_is_to_be_let_go(
     assert not waits.is_alive()
     (saved,) = seat.told(1)
     assert "the store is closed" in saved.error
+
+
+def test_a_part_that_takes_longer_than_a_collective_may_is_waited_for_where_training_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("liver_hpc.checkpoint.parts.PartWriter", FirstRank)
+    seat, limits_s = Seat(tmp_path, collective_s=0.1), list[float]()
+    seat.context.open_store = lambda: SimpleNamespace(
+        wait=lambda _keys, limit: limits_s.append(limit.total_seconds()),
+        multi_get=lambda keys: [b"\n" for _ in keys],
+        delete_keys=len,
+        close=lambda: None,
+    )
+    seat.saving.now(seat.world, 4, tmp_path, lambda: None)
+    seat.saving.begin(seat.world, 5)
+    assert [saved.error for saved in seat.told(2)] == ["", ""]
+    assert limits_s == [WAIT_S, 0.1]
 
 
 @pytest.mark.parametrize("ends", ["interrupt", "halt"])

@@ -16,6 +16,7 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.actions import Action, Ended, Send
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.protocol.events import (
+    Cancelled,
     DeadlinePassed,
     Event,
     Requested,
@@ -169,6 +170,28 @@ def test_a_checkpoint_that_does_not_come_in_time_calls_the_handoff_off(bounded: 
     bounded.feed(DeadlinePassed())
     assert bounded.machine.phase is Phase.ABORT
     assert bounded.told() == []
+
+
+def test_who_writes_a_larger_part_has_the_time_of_a_checkpoint(bounded: Bounded) -> None:
+    """From when the first one has written its own, and stands."""
+    limits = DeadlineSection()
+    bounded.stand(0)
+    assert bounded.machine.deadline is not None
+    assert bounded.machine.deadline.limit_s == limits.transfer_s + limits.checkpoint_s
+
+
+@pytest.mark.parametrize("event", [Cancelled("the run is to stop"), WorkerLost(2, "killed")])
+@pytest.mark.parametrize("stands", [(), (0,)], ids=["all write", "one writes"])
+def test_a_worker_that_writes_is_waited_for_where_the_handoff_is_called_off_meanwhile(
+    bounded: Bounded, event: Event, stands: tuple[int, ...]
+) -> None:
+    limits = DeadlineSection()
+    for worker in stands:
+        bounded.stand(worker)
+    bounded.feed(event)
+    assert bounded.machine.phase is Phase.ABORT
+    assert bounded.machine.deadline is not None
+    assert bounded.machine.deadline.limit_s == limits.boundary_s + limits.checkpoint_s
 
 
 def test_a_checkpoint_that_is_waited_for_is_named(bounded: Bounded) -> None:
