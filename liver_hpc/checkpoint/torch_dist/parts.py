@@ -60,9 +60,16 @@ def stored_by(world: World, content: Mapping[str, Any]) -> Stored:
 
 
 def write_part(
-    state: BoxView, pieces: Pieces, partial: Path, objects: Mapping[str, Any], about: Any
+    state: BoxView,
+    pieces: Pieces,
+    partial: Path,
+    objects: Mapping[str, Any],
+    about: Any,
+    *,
+    check: Callable[[], None] = lambda: None,
 ) -> WrittenPart:
-    """The file of the rank that `state` belongs to, which has `objects` beside its boxes.
+    """The file of the rank that `state` belongs to, which has `objects` beside its boxes. check: is
+    called before each of those; it may raise.
 
     Raises OSError, and PlanError where the module does not say where all of a tensor lies.
     """
@@ -70,6 +77,7 @@ def write_part(
     partial.mkdir(parents=True, exist_ok=True)
     with RankWriter(partial, rank, about) as file:
         for kind, index, box in written_boxes(state.model, layout, state.at):
+            check()
             tensor, got = state.model.tensors[index], 0
             prefixes = PREFIXES[kind]
             if kind == PARAMETER and state.model.main_is_parameter and tensor.role == "trained":
@@ -113,7 +121,8 @@ class PartWriter:
         how = _written_by(self._recipe, self._worker)  # seconds for hundreds of experts, once
         of_all = how.objects if self._rank == 0 else {}
         objects = {name: _here(value) for name, value in of_all.items()}
-        written = write_part(state, how.tensors, self._partial, objects, self._about)
+        where, check = self._partial, self._peers.check
+        written = write_part(state, how.tensors, where, objects, self._about, check=check)
         if self._rank != 0:
             self._peers.tell(self._rank, "")
             return written
@@ -142,6 +151,11 @@ class Peers:
         self._store: Any = None
         self._closed = threading.Event()
 
+    def check(self) -> None:
+        """Raises CheckpointError once a peer is lost: nobody wants a part any more."""
+        if self._closed.is_set():
+            raise CheckpointError("a peer was lost")
+
     def close(self) -> None:
         """Ends what is waited for, from any thread: a peer is lost."""
         self._closed.set()
@@ -167,8 +181,7 @@ class Peers:
     def _asked(self) -> Iterator[Any]:
         self._store = store = self._open_store()
         try:
-            if self._closed.is_set():
-                raise CheckpointError("a peer was lost")
+            self.check()
             yield store
         finally:
             self._store = None

@@ -86,10 +86,13 @@ def pieces_of(model: ModelSpec) -> dict[str, tuple[Sharded, ...]]:
 _writing = threading.Lock()
 
 
-def write_part(state: BoxView, step: int, partial: Path) -> Part:
+def write_part(
+    state: BoxView, step: int, partial: Path, check: Callable[[], None] = lambda: None
+) -> Part:
     """The file of one rank; the last one makes a checkpoint of them, as rank 0 does that waits."""
     group = {"is_expert_parallel": False}
-    part = torch_dist.write_part(state, pieces_of(state.model), partial, {}, [group])
+    pieces = pieces_of(state.model)
+    part = torch_dist.write_part(state, pieces, partial, {}, [group], check=check)
     ranks = state.layout.workers
     with _writing:
         if len(list(partial.glob("__*_0.json"))) == ranks:
@@ -108,11 +111,11 @@ def read_state(state: WorldState, path: Path) -> None:
 class PlainWriter:
     """A torch_dist.PartWriter of a world whose recipe has no module, and of which nobody waits."""
 
-    def __init__(self, _world: Any, scalars: ScalarState, partial: Path, _peers: Any) -> None:
-        self._step, self._partial = scalars.step, partial
+    def __init__(self, _world: Any, scalars: ScalarState, partial: Path, peers: Any) -> None:
+        self._step, self._partial, self._check = scalars.step, partial, peers.check
 
     def write(self, state: BoxView) -> Part:
-        return write_part(state, self._step, self._partial)
+        return write_part(state, self._step, self._partial, self._check)
 
 
 class ModelOnly(TinyRecipe):

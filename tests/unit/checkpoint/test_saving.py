@@ -590,6 +590,26 @@ def test_a_part_that_takes_longer_than_a_collective_may_is_waited_for_where_trai
     assert limits_s == [WAIT_S, 0.1]
 
 
+def test_training_writes_no_further_box_once_its_world_is_to_be_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who takes longer for the rest than the coordinator waits would count as lost, too."""
+    seat, viewed = Seat(tmp_path), list[int]()
+    view = seat.state.view
+
+    def slow_view(kind: str, index: int, box: Box) -> torch.Tensor:
+        viewed.append(index)
+        seat.saving.interrupt()
+        return view(kind, index, box)
+
+    monkeypatch.setattr(seat.state, "digests", lambda _kinds: ())
+    monkeypatch.setattr(seat.state, "view", slow_view)
+    seat.saving.now(seat.world, 4, tmp_path, lambda: None)
+    (saved,) = seat.told(1)
+    assert saved.error == "a peer was lost"
+    assert len(viewed) == 1
+
+
 @pytest.mark.parametrize("ends", ["interrupt", "halt"])
 def test_the_first_rank_waits_for_no_part_of_a_checkpoint_that_is_given_up(
     ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
