@@ -46,6 +46,16 @@ _PARTIAL = re.compile(r"^\.step-(\d{8,})-g(\d+)\.(partial|replaced|removed)$")
 _READ_BYTES = 4 * 2**20
 
 
+def part_key(generation: int, step: int, rank: int) -> str:
+    """Under which rank 0 is told what has become of another rank's file: see `part_word`."""
+    return f"g{generation}/checkpoint/{step}/{rank}"
+
+
+def part_word(problem: str) -> str:
+    """problem: why it will not come; empty once it is on the disk. Stores take no empty value."""
+    return f"{problem}\n"
+
+
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 

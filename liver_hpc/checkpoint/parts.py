@@ -5,10 +5,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from liver_hpc.checkpoint.copied import BoxView
-from liver_hpc.checkpoint.index import SavedModel, has_index, partial_path, read_index
+from liver_hpc.checkpoint.index import (
+    SavedModel,
+    has_index,
+    part_key,
+    partial_path,
+    read_index,
+)
 from liver_hpc.checkpoint.torch_dist.parts import PartWriter, Peers, read, read_weights
 from liver_hpc.errors import CheckpointError
 from liver_hpc.host.process import quiet_thread
@@ -42,14 +49,14 @@ class Save:
         self._writer: PartWriter | None = None
         self._problem = ""
         self._check = world.book.check
-        partial = partial_path(directory, step, world.generation)
-        prefix = f"g{world.generation}/checkpoint/{step}"
+        unnamed = partial_path(directory, step, world.generation)
+        key_of = partial(part_key, world.generation, step)
         limits = context.config.deadlines
         limit_s = limits.checkpoint_s if waits else limits.collective_s
         away_s = limits.word_s if waits else 0.0
-        self._peers = Peers(context.open_store, prefix, limit_s, away_s)
+        self._peers = Peers(context.open_store, key_of, limit_s, away_s)
         try:
-            self._writer = PartWriter(world, self.scalars, partial, self._peers)
+            self._writer = PartWriter(world, self.scalars, unnamed, self._peers)
         except FAILURES as error:
             self._problem = self._logged(error)
 

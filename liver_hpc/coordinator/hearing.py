@@ -20,6 +20,7 @@ from liver_hpc.coordinator.progress import Progress
 from liver_hpc.errors import ProtocolError
 from liver_hpc.host.version import version_fault
 from liver_hpc.protocol import messages as m
+from liver_hpc.protocol.events import WorldRef
 from liver_hpc.rendezvous.channel import ITSELF, Channel, ChannelClosed, Part
 from liver_hpc.run import events as e
 from liver_hpc.run.epoch import Superseded
@@ -36,8 +37,9 @@ Words = tuple[Peer, int]
 class Hearing:
     """Used by the event loop alone.
 
-    epoch: of this coordinator. feed: takes an event into the core, and which workers' words it is;
-    without one, the words of an agent, of which anything may have come.
+    epoch: of this coordinator. part_told: hears of each part of a checkpoint. feed: takes an event
+    into the core, and which workers' words it is; without one, the words of an agent, of which
+    anything may have come.
     """
 
     config: RunConfig
@@ -49,6 +51,7 @@ class Hearing:
     stragglers: StragglerWatch
     checkpoints: Checkpoints
     pool: NodePool
+    part_told: Callable[[m.Saved, WorldRef], None]
     feed: Callable[[e.Event | None, *tuple[Words, ...]], None]
 
     def called(self, channel: Channel, calls: m.Calls) -> None:
@@ -236,6 +239,7 @@ class Hearing:
         elif isinstance(message, m.Saved):
             last = self.core.recorder.last_step
             is_finite = last is None or math.isfinite(last.loss + last.grad_norm)
+            self.part_told(message, world)
             self.checkpoints.saved(message, world, is_finite)
         else:
             self.checkpoints.restored(message, world.rank_map)

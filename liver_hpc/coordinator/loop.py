@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 
+from liver_hpc.checkpoint.index import part_key, part_word
 from liver_hpc.clock import Deadline, started_ticks
 from liver_hpc.cluster.network import control_address
 from liver_hpc.config.schema import RunConfig
@@ -134,6 +135,7 @@ class Coordinator:
             stragglers=self._stragglers,
             checkpoints=self._checkpoints,
             pool=services.pool,
+            part_told=self._part_told,
             feed=self._feed,
         )
         self._journal = services.open_journal(self._inbox.put, epoch)
@@ -271,6 +273,14 @@ class Coordinator:
         for launch in self.core.agents.running():
             self._agents.declare_lost(launch)
         self._feed(e.Regained())
+
+    def _part_told(self, saved: m.Saved, world: WorldRef) -> None:
+        """Of a checkpoint that another coordinator has left: rank 0 of the world may wait for it
+        still, and what it was to be told went with that one's store."""
+        if isinstance(self._before, Left) and not self._has_taken_over:
+            rank = world.rank_map.workers.index(saved.worker)
+            key = part_key(world.generation, saved.scalars.step, rank)
+            self._store.put(key, part_word(saved.error))
 
     def _take_back(self, left: Left) -> None:
         """Nodes, agents and workers: all count as away until they call."""

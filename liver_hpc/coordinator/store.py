@@ -79,6 +79,11 @@ class StoreService:
                 if not wait.ended:
                     self._end(wait, f"waited {wait.asked.timeout_s:g} s")
 
+    def put(self, key: str, value: str) -> None:
+        """As if somebody had set it."""
+        with self._lock:
+            self._put(key, base64.b64encode(value.encode()).decode())
+
     def forget(self, prefix: str) -> None:
         """Drops every key that starts so, and ends the waits for such keys."""
         with self._lock:

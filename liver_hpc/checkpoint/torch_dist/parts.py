@@ -16,7 +16,7 @@ import torch
 
 from liver_hpc.checkpoint.copied import BoxView, written_boxes
 from liver_hpc.checkpoint.index import Part as WrittenPart
-from liver_hpc.checkpoint.index import part_name, written_part
+from liver_hpc.checkpoint.index import part_name, part_word, written_part
 from liver_hpc.checkpoint.torch_dist.contents import (
     CONTENT,
     Held,
@@ -45,8 +45,6 @@ from liver_hpc.world.state import WorldState
 from liver_hpc.world.world import World
 
 _PAUSE_S = 0.25
-_AGAIN_S = 10.0
-"""How long ranks that have met a coordinator's absence may be apart in asking the next one."""
 
 T = TypeVar("T")
 
@@ -137,15 +135,19 @@ class PartWriter:
 
 
 class Peers:
-    """How rank 0 learns what has become of the other ranks' files: by keys of a store that begin
-    with `prefix`. It waits for up to `limit_s` longer than it has written itself. away_s: how long
-    all wait for a coordinator where there is none."""
+    """How rank 0 learns what has become of the other ranks' files: by a key of each in a store. It
+    waits for up to `limit_s` longer than it has written itself. key_of: a rank's. away_s: how long
+    all wait for a coordinator where there is none; the next one knows what was told before."""
 
     def __init__(
-        self, open_store: Callable[[], Any], prefix: str, limit_s: float, away_s: float = 0.0
+        self,
+        open_store: Callable[[], Any],
+        key_of: Callable[[int], str],
+        limit_s: float,
+        away_s: float = 0.0,
     ) -> None:
         self._open_store = open_store
-        self._prefix = prefix
+        self._key_of = key_of
         self._limit_s = limit_s
         self._away_s = away_s
         self._store: Any = None
@@ -162,19 +164,15 @@ class Peers:
         if (store := self._store) is not None:
             store.close()
 
-    def _ask(self, act: Callable[[Any, float], T]) -> T:
-        """Has `act` done with a store, and how long may be waited for others: not long once there
-        was no coordinator, with which what they had told has gone."""
-        limit_s = self._limit_s
+    def _ask(self, act: Callable[[Any], T]) -> T:
         until = Deadline.after(SystemClock(), self._away_s, "a coordinator")
         while True:
             try:
                 with self._asked() as store:
-                    return act(store, limit_s)
+                    return act(store)
             except StoreAway:
                 if until.expired():
                     raise
-                limit_s = min(limit_s, _AGAIN_S)
                 self._closed.wait(_PAUSE_S)
 
     @contextmanager
@@ -189,17 +187,16 @@ class Peers:
 
     def tell(self, rank: int, problem: str) -> None:
         """problem: why this rank's file will not come; empty once it is on the disk."""
-        key, value = f"{self._prefix}/{rank}", f"{problem}\n"  # no store takes an empty value
-        self._ask(lambda store, _: store.set(key, value))
+        self._ask(lambda store: store.set(self._key_of(rank), part_word(problem)))
 
     def problems(self, ranks: int) -> list[str]:
         """Why files of ranks will not come; returns once all have told."""
-        keys = [f"{self._prefix}/{rank}" for rank in range(1, ranks)]
+        keys = [self._key_of(rank) for rank in range(1, ranks)]
         if not keys:
             return []
 
-        def hear(store: Any, limit_s: float) -> list[bytes]:
-            store.wait(keys, timedelta(seconds=limit_s))
+        def hear(store: Any) -> list[bytes]:
+            store.wait(keys, timedelta(seconds=self._limit_s))
             values: list[bytes] = store.multi_get(keys)
             store.delete_keys(keys)
             return values

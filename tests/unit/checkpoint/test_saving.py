@@ -696,6 +696,10 @@ def line() -> Iterator[Line]:
     made.service.close()
 
 
+def key_of(rank: int) -> str:
+    return f"p/{rank}"
+
+
 class TwoRanks(PlainWriter):
     """Those of two, of which the first waits for the other one's part, as `PartWriter` does."""
 
@@ -752,7 +756,7 @@ def test_who_gives_a_checkpoint_up_has_rank_0_wait_no_longer(
 def test_what_became_of_all_parts_is_asked_with_as_few_requests_as_of_some(
     line: Line, ranks: int
 ) -> None:
-    peers = Peers(line.open_store, "p", 0.0)
+    peers = Peers(line.open_store, key_of, 0.0)
     for rank in range(1, ranks):
         peers.tell(rank, "the disk is full" if rank == 2 else "")
     line.asked.clear()
@@ -762,7 +766,7 @@ def test_what_became_of_all_parts_is_asked_with_as_few_requests_as_of_some(
 
 
 def test_a_part_of_which_nobody_tells_is_named(line: Line) -> None:
-    peers = Peers(line.open_store, "p", 0.0)
+    peers = Peers(line.open_store, key_of, 0.0)
     for rank in (1, 3):
         peers.tell(rank, "")
     with pytest.raises(DeadlineError, match=r"waited 0 s; missing keys \['p/2'\]$"):
@@ -787,32 +791,42 @@ class Interrupted(Line):
 
 def test_who_may_wait_for_a_coordinator_asks_the_next_one() -> None:
     line = Interrupted(away=4)
-    away = Peers(line.open_store, "p", 600.0, away_s=WAIT_S)
+    away = Peers(line.open_store, key_of, 600.0, away_s=WAIT_S)
     hears = threading.Thread(target=lambda: found.append(away.problems(2)), daemon=True)
     found: list[list[str]] = []
     hears.start()
-    Peers(line.open_store, "p", 600.0, away_s=WAIT_S).tell(1, "the disk is full")
+    Peers(line.open_store, key_of, 600.0, away_s=WAIT_S).tell(1, "the disk is full")
     hears.join(WAIT_S)
     line.service.close()
     assert found == [["rank 1: the disk is full"]]
 
 
-def test_others_do_not_and_what_has_gone_with_it_is_not_waited_for_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("liver_hpc.checkpoint.torch_dist.parts._AGAIN_S", 0.0)
+def test_others_do_not_ask_the_next_one() -> None:
     line = Interrupted(away=1)
     with pytest.raises(StoreAway, match="no coordinator just now"):
-        Peers(line.open_store, "p", 600.0).problems(2)
-    line.away = 1
-    with pytest.raises(DeadlineError, match=r"waited 0 s; missing keys"):
-        Peers(line.open_store, "p", 600.0, away_s=WAIT_S).problems(2)
+        Peers(line.open_store, key_of, 600.0).problems(2)
+    line.service.close()
+
+
+def test_who_has_met_a_break_waits_for_slow_ranks_as_long_as_before() -> None:
+    line, limits_s = Interrupted(away=1), list[float]()
+    ask = line._ask
+
+    def noted(request: StoreRequest) -> Future[StoreReply]:
+        if request.operation == "wait":
+            limits_s.append(request.timeout_s)
+            line.service.put(key_of(1), "\n")
+        return ask(request)
+
+    line._ask = noted  # type: ignore[method-assign]
+    assert Peers(line.open_store, key_of, 600.0, away_s=WAIT_S).problems(2) == []
+    assert limits_s == [600.0, 600.0]
     line.service.close()
 
 
 def test_peers_that_were_closed_are_not_asked() -> None:
     store = Silent()
-    peers = Peers(lambda: store, "p", 1.0)
+    peers = Peers(lambda: store, key_of, 1.0)
     peers.close()
     for ask in (lambda: peers.problems(2), lambda: peers.tell(1, "")):
         with pytest.raises(CheckpointError, match="a peer was lost"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from liver_hpc.checkpoint.index import part_key
 from liver_hpc.coordinator import main
 from liver_hpc.coordinator.loop import Coordinator, new_core
 from liver_hpc.coordinator.takeover import Left, what_is_left
@@ -189,6 +191,25 @@ def test_training_goes_on_and_each_step_is_told_once(
     reached(run, 6)
     assert steps(run) == [*range(6)]
     assert run.status()["workers"] == [0, 1]
+    assert run.ask(m.StopRequest()).ok
+
+
+def test_what_was_told_of_a_part_of_a_checkpoint_is_known_to_the_next_coordinator(
+    make: Callable[..., MortalRun],
+) -> None:
+    """Rank 0 may have a larger one to write, and asks later."""
+    run = make()
+    run.cluster.train()
+    reached(run, 1)
+    scalars = m.ScalarState(step=1, consumed_samples=8, optimizer_step=1, loss_scale=1.0, seed=1234)
+    saved = m.Saved(worker=1, generation=0, scalars=scalars)
+    run.cluster.workers[1].channel.send(saved)
+    run.until(
+        lambda: [each for each in run.metrics.entries if each.event["type"] == "saved"], "the part"
+    )
+    run.kill()
+    key = part_key(0, 1, 1)
+    assert run.coordinator._store._values[key] == base64.b64encode(b"\n").decode()
     assert run.ask(m.StopRequest()).ok
 
 
