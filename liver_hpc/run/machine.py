@@ -304,6 +304,8 @@ class Run(Lifecycle):
         if world is None:
             return
         of, rank_map = (message.generation, message.step), world.rank_map
+        if of < self._verified_of:
+            return  # of others the later one was heard first, as after a connection has broken
         if of != self._verified_of:
             self._verified_of, self._digests = of, {}
         self._digests[message.worker] = message.digests

@@ -394,6 +394,19 @@ def test_a_run_whose_copies_differ_goes_back_to_its_checkpoint_and_says_which_di
     assert "(workers [1]) is 0000000000000001" in run.ending.reason
 
 
+def test_what_is_told_late_of_an_earlier_step_does_not_keep_a_later_one_from_being_compared() -> (
+    None
+):
+    """As where the agent of some calls again, while the others train on."""
+    run = verified()
+    for step in (10, 20):
+        verify(run, 0, step, step=step)
+    for step in (10, 20):
+        verify(run, 1, 7, step=step)
+    assert run.ending is not None
+    assert "copies of the state differ after step 20: parameter" in run.ending.reason
+
+
 def test_equal_copies_are_nothing_to_tell_and_those_of_other_steps_are_never_compared() -> None:
     run = verified()
     verify(run, 0, 1)
