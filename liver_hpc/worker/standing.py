@@ -23,6 +23,8 @@ _WAITS = (
     "/liver_hpc/worker/",
 )
 """Whose innermost function is there waits for other workers."""
+_PARTNERS = "/liver_hpc/snapshot/"
+"""Who waits there for a thread of its own, waits for its partner and its wards by that."""
 
 
 class Standing(NamedTuple):
@@ -45,5 +47,7 @@ def main_thread_stands(device: Device) -> Standing:
         f"{Path(each.f_code.co_filename).name}:{each.f_lineno} in {each.f_code.co_name}"
         for each in frames
     )
-    inner = frames[0].f_code.co_filename if frames else ""
-    return Standing(text, any(place in inner for place in _WAITS) or device.has_work())
+    files = [each.f_code.co_filename for each in frames]
+    waits = any(place in file for file in files[:1] for place in _WAITS)
+    of_thread = next((file for file in files if file != threading.__file__), "")
+    return Standing(text, waits or _PARTNERS in of_thread or device.has_work())

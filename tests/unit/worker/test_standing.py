@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.coordinator.progress import Progress
 from liver_hpc.protocol import messages as m
 from liver_hpc.run.lifecycle import TRAINING
+from liver_hpc.snapshot import keeping
 from liver_hpc.worker.standing import Standing, main_thread_stands
 from liver_hpc.world.device import Device
 from tests.late_device import LateDevice, Machines
@@ -65,6 +67,24 @@ def test_who_is_in_a_collective_waits() -> None:
     stands = where_it_is(in_file(dist.distributed_c10d.__file__, "all_wait"), "all_wait")
     assert stands.text.startswith("distributed_c10d.py:2 in all_wait < ")
     assert stands.waits
+
+
+@pytest.mark.timeout(30)
+def test_who_waits_for_a_snapshot_to_cross_waits() -> None:
+    """Both ends of a link that stalls would else be given up: the share of one, and its copy."""
+    crossed = threading.Event()
+    waiter = SimpleNamespace(_deadline=lambda said: Deadline.after(SystemClock(), 20.0, said))
+    seen: list[Standing] = []
+
+    def look() -> None:
+        while not (seen and "keeping.py" in seen[-1].text and "threading.py" in seen[-1].text):
+            seen.append(main_thread_stands(CPU))
+        crossed.set()
+
+    threading.Thread(target=look, daemon=True).start()
+    keeping._Taking.wait(waiter, crossed, "the snapshot of step 3 to be complete")  # type: ignore[arg-type]
+    assert seen[-1].waits
+    assert not where_it_is(in_file(threading.__file__, "wait"), "wait").waits, "for who knows what"
 
 
 CLIPS = in_file("/site/megatron/core/optimizer/clip_grads.py", "norm")
