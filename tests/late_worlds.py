@@ -252,16 +252,21 @@ class LateRun:
         self._thread.start()
 
     def hand_off(
-        self, target: RankMap, within_s: float = ANSWER_S, *, bounded: bool = False
+        self,
+        target: RankMap,
+        within_s: float = ANSWER_S,
+        *,
+        bounded: bool = False,
+        steps_s: float = 0.0,
     ) -> Ended:
         """One handoff; what came of it. AssertionError where nothing does."""
-        self.request(target, bounded=bounded)
+        self.request(target, bounded=bounded, steps_s=steps_s)
         return self.end(within_s)
 
-    def request(self, target: RankMap, *, bounded: bool = False) -> None:
-        """Begins a handoff."""
+    def request(self, target: RankMap, *, bounded: bool = False, steps_s: float = 0.0) -> None:
+        """Begins a handoff. steps_s: what steps may take that lie within it."""
         source = WorldRef(1, self.source)
-        self._inbox.put(Requested(2, source, target, "a test", bounded))
+        self._inbox.put(Requested(2, source, target, "a test", bounded, steps_s=steps_s))
 
     def end(self, within_s: float = ANSWER_S) -> Ended:
         """What came of it. AssertionError where nothing does."""

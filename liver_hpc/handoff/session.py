@@ -89,7 +89,7 @@ class Session:
 
     The control thread puts messages in; the thread that runs the handoff takes them out.
     prepared: what PREPARE made, once it is done. preparing: on a source worker, its thread.
-    shared_groups: see `Arm`. bounded: see `Prepare`. limits: of waits in it. crosses: whether this
+    shared_groups: see `Arm`. bounded, steps_s: see `Prepare`. limits: of waits in it. crosses: whether this
     worker has left the source world's steps.
     """
 
@@ -98,6 +98,7 @@ class Session:
         self.source: RankMap = prepare.source.rank_map()
         self.target: RankMap = prepare.target.rank_map()
         self.bounded = prepare.bounded
+        self.steps_s = prepare.steps_s
         self.limits = context.config.limits.beside_steps(prepare.steps_s)
         self.context = context
         self.store: ControlStore | None = None

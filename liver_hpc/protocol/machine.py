@@ -90,7 +90,9 @@ class HandoffMachine:
         now = self._now
         now.target = now.request.target_with(now.joiners, self._nodes_of(now.joiners))
         everybody = now.participants
-        self._enter(Phase.PREPARE, self._deadlines.prepare_s, ((w, m.Prepared) for w in everybody))
+        # On a device it waits for a step that tells how much room there is.
+        limit_s = self._deadlines.prepare_s + now.request.steps_s
+        self._enter(Phase.PREPARE, limit_s, ((w, m.Prepared) for w in everybody))
         prepare = m.Prepare(
             generation=now.generation,
             source=m.WireRankMap.of(now.request.source.rank_map),

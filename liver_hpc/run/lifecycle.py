@@ -299,8 +299,12 @@ class Lifecycle:
     def _linger(self, unseated: Collection[int]) -> None:
         """Those that were not told to go stay until the world that trains has a snapshot, or their
         node is about to be taken."""
-        self.elastic.nodes.linger(unseated, self._limits.boundary_s, self._clock.now_s())
-        if self.world is not None and self.world.rank_map.layout.workers == 1:
+        assert self.world is not None
+        rank_map = self.world.rank_map
+        steps_s = self.elastic.estimates.handoffs.steps_s(rank_map, rank_map)
+        stay_s = self._limits.beside_steps(steps_s).boundary_s
+        self.elastic.nodes.linger(unseated, stay_s, self._clock.now_s())
+        if rank_map.layout.workers == 1:
             self.agents.end_lingering(f"there are no snapshots in {self.world}")
 
     # ---- a worker is lost

@@ -324,7 +324,8 @@ class Trainer(WorldHolder):
     def _source_of(self, session: Session) -> World | None:
         """Waits for the source world, which may still be built here, at the start or after an
         ABORT; where the target is to have memory beside it, also until a step of it has told how
-        much there is, in half of PREPARE's time. None on a joiner. Raises DeadlineError."""
+        much there is, in half of PREPARE's time and that of steps. None on a joiner. Raises
+        DeadlineError."""
         if not session.is_source:
             return None
         limit_s, clock = self._limits.prepare_s, self._context.clock
@@ -338,7 +339,7 @@ class Trainer(WorldHolder):
             return not session.is_target or self._context.device.knows_a_step()
 
         what = "a step beside which no other world has memory"
-        poll_until(has_told, Deadline.after(clock, limit_s / 2, what), _LOOKS_S)
+        poll_until(has_told, Deadline.after(clock, limit_s / 2 + session.steps_s, what), _LOOKS_S)
         return self._world
 
     def _drop(self, session: Session) -> None:

@@ -627,11 +627,12 @@ def test_a_world_with_room_for_itself_alone_is_not_rehearsed(
     assert (1 in rehearsed) == (peak_bytes < 2**30)
 
 
-@pytest.mark.parametrize("after_s", [0.5, 60.0])
+@pytest.mark.parametrize(("after_s", "steps_s"), [(0.5, 0.0), (3.5, 3.0), (60.0, 0.0)])
 def test_the_target_is_built_once_a_step_has_told_what_training_takes(
-    after_s: float, run: LateRun, monkeypatch: pytest.MonkeyPatch
+    after_s: float, steps_s: float, run: LateRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which those do not that end while another attempt's memory is let go."""
+    """Which those do not that end while another attempt's memory is let go; and steps may be long.
+    """
     told, known_then = threading.Event(), dict[int, bool]()
 
     def begin_beside(device: LateDevice, generation: int) -> None:
@@ -643,9 +644,9 @@ def test_the_target_is_built_once_a_step_has_told_what_training_takes(
     timer = threading.Timer(after_s, told.set)
     timer.start()
     run.begin()
-    ended = run.hand_off(PP)
+    ended = run.hand_off(PP, steps_s=steps_s)
     timer.cancel()
-    if after_s < 1.0:
+    if after_s < 60.0:
         assert ended.outcome == "completed", ended.detail
         assert known_then == {0: True, 1: True}
     else:

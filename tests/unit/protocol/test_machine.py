@@ -175,7 +175,10 @@ def test_a_deadline_before_the_commit_aborts_and_names_whom_it_waited_for(
     play.assert_never_a_mix()
 
 
-@pytest.mark.parametrize(("phase", "limit"), [(Phase.ARMED, 390.0), (Phase.TRANSFER, 210.0)])
+@pytest.mark.parametrize(
+    ("phase", "limit"),
+    [(Phase.PREPARE, 270.0), (Phase.ARMED, 390.0), (Phase.TRANSFER, 210.0)],
+)
 def test_what_steps_take_comes_on_top_where_a_wait_has_some_in_it(
     phase: Phase, limit: float
 ) -> None:

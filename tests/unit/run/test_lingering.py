@@ -9,6 +9,7 @@ import pytest
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.protocol import messages as m
 from liver_hpc.run import actions as a
+from liver_hpc.run.estimates import HandoffEstimator
 from liver_hpc.run.events import NodeWarned
 from liver_hpc.run.lifecycle import RunState
 from tests.unit.run.begun import (
@@ -33,6 +34,14 @@ def test_a_leaver_stays_until_the_next_world_has_a_snapshot() -> None:
     play.train()
     play.settle()
     assert told_to_exit(play) == {1}
+
+
+def test_a_leaver_stays_for_as_long_as_the_steps_take_until_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(HandoffEstimator, "steps_s", lambda *_of: 400.0)
+    play = that_has_replaced()
+    assert play.run.agents.lingering[1].limit_s == DEADLINES["boundary_s"] + 400.0
 
 
 def test_nobody_stays_for_a_world_of_one_worker() -> None:
