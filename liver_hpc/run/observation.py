@@ -19,7 +19,7 @@ from liver_hpc.run.decide import Begin, Estimates, ToDisk
 from liver_hpc.run.nodes import HeldNodes
 from liver_hpc.run.notices import NoticeBook
 from liver_hpc.run.records import ObservationRecord
-from liver_hpc.run.requests import GROWTH, OPERATOR, RequestQueue
+from liver_hpc.run.requests import GROWTH, IN_PLACE, OPERATOR, RequestQueue
 
 WOULD_HAVE = "would have"
 """What every note of it begins with."""
@@ -50,7 +50,7 @@ class Observer:
         many workers, nor is leaving a node that an operator drains."""
         if not self._observes or decision.request.asked_for:
             return False
-        if decision.request.origin == GROWTH:
+        if decision.request.origin in (GROWTH, IN_PLACE):
             return self._queue.asked is None
         warnings = [self._nodes[name].warning for name in decision.nodes]
         return {each.reason for each in warnings if each is not None} != {OPERATOR}

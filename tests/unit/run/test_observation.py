@@ -17,10 +17,11 @@ from liver_hpc.run.events import Node
 from liver_hpc.run.lifecycle import RunState
 from liver_hpc.run.observation import WOULD_HAVE
 from liver_hpc.run.records import ObservationRecord
+from tests.unit.run.begun import lose
 from tests.unit.run.choices import Choices
 from tests.unit.run.endings import forsaken, replays
 from tests.unit.run.play import Play
-from tests.unit.run.scenes import FASTEST, SCENES, Scene, burst, observed
+from tests.unit.run.scenes import ANY_NUMBER, FASTEST, SCENES, Scene, burst, observed
 from tests.unit.run.storm import storm
 
 LONG_S = 100_000.0
@@ -166,6 +167,36 @@ def test_a_node_that_an_operator_drains_is_left_live() -> None:
     play.calm()
     assert layout_of(play) == "tp1 pp1 dp2"
     assert told(play) == []
+
+
+@pytest.mark.parametrize(("asked", "workers"), [(False, 1), (True, 2)])
+def test_others_come_in_the_place_of_the_lost_where_somebody_has_asked_for_as_many(
+    asked: bool, workers: int
+) -> None:
+    initial = 2 - asked
+    sections = {
+        "snapshots": {"every_steps": 1},
+        "layouts": ANY_NUMBER,
+        "workers": {"initial": initial, "max": 4},
+    }
+    config = RunConfig.model_validate(MACHINE.config.model_dump() | sections)
+    play = observing(replace(MACHINE, config=config))
+    if asked:
+        assert play.ask(m.ResizeRequest(workers=2)).ok
+        play.calm()
+    for _ in range(4):
+        play.train()
+        play.settle()
+    assert play.run.world is not None
+    lose(play, play.run.world.rank_map.workers[1])
+    for _ in range(4):
+        play.settle()
+        play.train()
+        play.wait(13.0)
+    play.calm()
+    assert play.run.world is not None
+    assert len(play.run.world.rank_map.workers) == workers
+    assert [row.notice for row in told(play)] == ([] if asked else ["in place of what was lost"])
 
 
 # ---- nodes that are taken away
