@@ -89,8 +89,8 @@ class Session:
 
     The control thread puts messages in; the thread that runs the handoff takes them out.
     prepared: what PREPARE made, once it is done. preparing: on a source worker, its thread.
-    shared_groups: see `Arm`. bounded, steps_s: see `Prepare`. limits: of waits in it. crosses: whether this
-    worker has left the source world's steps.
+    shared_groups: see `Arm`. bounded, steps_s: see `Prepare`. limits: of waits in it. crosses:
+    whether this worker has left the source world's steps.
     """
 
     def __init__(self, prepare: Prepare, context: WorkerContext) -> None:

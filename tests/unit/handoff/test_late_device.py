@@ -631,8 +631,7 @@ def test_a_world_with_room_for_itself_alone_is_not_rehearsed(
 def test_the_target_is_built_once_a_step_has_told_what_training_takes(
     after_s: float, steps_s: float, run: LateRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which those do not that end while another attempt's memory is let go; and steps may be long.
-    """
+    """Which those do not that end while another attempt's memory is let go. Steps may be long."""
     told, known_then = threading.Event(), dict[int, bool]()
 
     def begin_beside(device: LateDevice, generation: int) -> None:
