@@ -342,9 +342,6 @@ class LateBackend:
         self._coalesced: list[tuple[bool, int, torch.Tensor]] | None = None
         self.refuses = False
 
-    def _set_sequence_number_for_group(self) -> None:
-        """As c10d's."""
-
     def allreduce(self, tensors: list[torch.Tensor]) -> _Handle:
         (tensor,), number, shared = tensors, self._reductions, self._shared
         if not self._reductions:

@@ -498,7 +498,6 @@ class Network:
             backend = gloo(store, rank, size, options)
             watch.prove(backend, store, rank, size, timeout, check)
             chosen = Chosen(("gloo tcp",), self._gloo_way())
-        backend._set_sequence_number_for_group()
         self._chosen[backend] = chosen
         return backend
 

@@ -81,6 +81,19 @@ def test_private_names_of_torch_are_where_this_module_expects_them() -> None:
     assert callable(c10d._update_default_pg)
 
 
+def test_nothing_is_called_that_torch_has_done_nothing_in_for_years(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 2.14 on it warns, and says that it goes."""
+
+    def gone(_backend: Any) -> None:
+        raise AssertionError("_set_sequence_number_for_group")
+
+    monkeypatch.setattr(native.Backend, "_set_sequence_number_for_group", gone)
+    _, connect = pair
+    in_two_threads(connect)
+
+
 def test_collectives_of_a_stand_in_return_at_once_and_move_nothing(pair: Any) -> None:
     groups, _ = pair
     tensor = torch.full((3,), 7.0)
