@@ -6,6 +6,7 @@ process. So the file is made in memory and put on the disk by ordinary means.
 
 from __future__ import annotations
 
+import io
 import os
 import struct
 from collections.abc import Sequence
@@ -36,14 +37,14 @@ Rows = npt.NDArray[Any]
 
 def write_hdf5(path: Path, records: RunRecords) -> None:
     """Puts the file in the place of whatever is at `path`, whole or not at all. Raises OSError."""
-    with h5py.File(path, "w", libver=FORMAT, driver="core", backing_store=False) as file:
+    made = io.BytesIO()  # HDF5's own image of a file that is open has a wrong checksum before 2.0
+    with h5py.File(made, "w", libver=FORMAT) as file:
         for name, kind in TABLES.items():
             file.create_dataset(name, data=_rows(kind, getattr(records, name)))
         for name, text in records.attributes.items():
             (data,) = texts = _texts([text])
             file.attrs.create(name, data, dtype=texts.dtype)
-        file.flush()
-        write_whole(path, file.id.get_file_image())
+    write_whole(path, made.getvalue())
 
 
 def read_hdf5(path: Path) -> RunRecords:
