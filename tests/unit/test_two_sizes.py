@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 from tests.unit.test_floors import MODULES, ROOT, imports, module_name
@@ -107,3 +108,15 @@ def test_nothing_is_brought_in_vain() -> None:
     used = set[str]().union(*(third_party(name for _, name in imports(path)) for path in MODULES))
     brought = CORE | WORKER | TRACKERS
     assert {MODULES_OF.get(name, name) for name in brought - UNSEEN.keys()} == used
+
+
+@pytest.mark.parametrize(
+    ("name", "release"),
+    [
+        ("submitit", "1.5.3"),  # each job imports pkg_resources, which it does not bring
+    ],
+)
+def test_releases_that_are_known_to_fail_are_not_taken(name: str, release: str) -> None:
+    """pip leaves an older one that is there as long as it will do."""
+    (of,) = (each for each in map(Requirement, PROJECT["dependencies"]) if each.name == name)
+    assert release not in of.specifier
