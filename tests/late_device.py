@@ -23,7 +23,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import count
+from itertools import count, cycle
 from random import Random
 from typing import Any
 
@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from liver_hpc.clock import Deadline
 from liver_hpc.transport.lane import Lane
+from liver_hpc.transport.streams import Streams
 from liver_hpc.world.device import Device, Network, Room
 from liver_hpc.world.groups import Group
 from tests.nccl_groups import NcclGroups
@@ -468,6 +469,7 @@ class LateNetwork(Network):
     def __init__(self, device: LateDevice) -> None:
         super().__init__(device, "127.0.0.1")
         self._late = device
+        self._streams = Streams(cycle(range(32)).__next__)
         self.opened: list[LateBackend] = []
 
     def _new_nccl(self, store: Any, rank: int, size: int, timeout: timedelta) -> LateBackend:

@@ -482,6 +482,7 @@ class Network:
             backend = self._new_nccl(store, rank, size, timeout)
             try:
                 _meet(store, size, deadline)
+                self._streams.take(backend, self._streams.make_room())  # others may have come first
                 self._connect(backend, deadline, check)
             except BaseException as error:
                 backend.abort()  # the device must not go on waiting for its peers
@@ -509,9 +510,7 @@ class Network:
         options.config.blocking = 0  # torch polls the communicator until `_INIT_LIMIT`
         # Another priority has other streams: those of communicators are not to be lanes'.
         options.is_high_priority_stream = True
-        backend = nccl(store, rank, size, options)
-        self._streams.take(backend, self._streams.make_room())
-        return backend
+        return nccl(store, rank, size, options)
 
     def _connect(self, backend: Any, deadline: Deadline, check: Callable[[], None]) -> None:
         """NCCL connects at the first collective, for which the store must still be there. It runs

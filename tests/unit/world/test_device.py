@@ -204,7 +204,8 @@ def test_a_group_that_is_late_names_its_peers(
 def test_who_waits_for_a_peer_that_does_not_come_is_freed_with_the_store(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In NCCL it would wait for as long as torch lets it, whatever else has happened."""
+    """In NCCL it would wait for as long as torch lets it, whatever else has happened. It has no
+    stream yet, which others that connect meanwhile would be given, too."""
     backend, store = Refusing(), Store(other_came=False)
     network = LateNetwork(LateDevice(Machines(), 0))
     monkeypatch.setattr(network, "_new_nccl", lambda *_arguments: backend)
@@ -212,6 +213,10 @@ def test_who_waits_for_a_peer_that_does_not_come_is_freed_with_the_store(
     with pytest.raises(LiverError, match="the store is closed"):
         network.open_backend(store, 0, 2, 60.0, "workers [0, 3]")
     assert backend.aborted
+    assert backend not in network._streams._of
+    with pytest.raises(RuntimeError, match="NCCL timeout"):
+        network.open_backend(Store(other_came=True), 0, 2, 60.0, "workers [0, 3]")
+    assert backend in network._streams._of
 
 
 @pytest.mark.parametrize(("name", "is_cut"), [("nccl-n1-7.log", True), ("mine.log", False)])
