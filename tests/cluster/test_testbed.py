@@ -61,6 +61,7 @@ def test_fake_gpus_are_given_out(slurm_cluster: SlurmCluster) -> None:
     assert slurm_cluster.run("srun", "-N1", "--gres=gpu:1", *show).strip() == "0"
 
 
+@pytest.mark.long
 def test_a_stable_job_preempts_with_sigterm_at_the_start_of_the_grace_time(
     slurm_cluster: SlurmCluster,
 ) -> None:

@@ -134,6 +134,7 @@ def test_a_run_that_stopped_with_a_checkpoint_goes_on_in_any_layout(
     assert rates == [record.learning_rate for record in quiet.steps[:STEPS]]
 
 
+@pytest.mark.long
 def test_a_file_in_which_a_byte_has_changed_is_refused_by_name(copied: RunDirectory) -> None:
     path = checkpoint_of(copied) / "__1_0.distcp"
     tensors = read_table(path.parent).tensors

@@ -119,6 +119,7 @@ def test_another_run_begins_with_what_is_saved(copied: RunDirectory, tmp_path: P
     assert mine == by_step(read_run(copied.path))[step:]
 
 
+@pytest.mark.long
 def test_a_schedule_that_is_behind_stays_so_across_a_handoff(
     copied: RunDirectory, tmp_path: Path, device: Any
 ) -> None:

@@ -106,6 +106,7 @@ def test_its_dropout_is_the_same_after_a_handoff(
     assert worst_difference(losses(moved), losses(quiet)) <= 1e-4
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("engine", "unhurried_steps")
 def test_its_experts_compute_in_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

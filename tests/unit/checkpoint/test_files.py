@@ -161,8 +161,8 @@ from tests.unit.layout.models import TIED
 state = filled(TIED, Layout(1, 1, 1), Coordinate(0, 0, 0))
 whole = write_part(state, 4, Path(sys.argv[1]))
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-for share in range(12):
-    most = whole.num_bytes * share // 12
+for share in range(6):
+    most = whole.num_bytes * share // 6
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
     try:
         write_part(state, 4, Path(sys.argv[1]))
@@ -179,7 +179,7 @@ def test_a_disk_that_is_full_anywhere_in_the_file_raises_and_hurts_nobody(tmp_pa
     command = [sys.executable, "-W", "ignore", "-c", FULL, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.split() == ["refused"] * 12
+    assert done.stdout.split() == ["refused"] * 6
 
 
 def saved_at_two(tmp_path: Path) -> tuple[Disk, Path]:

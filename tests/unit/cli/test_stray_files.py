@@ -60,9 +60,8 @@ def submit(*words: str, module: str = "liver_hpc.submit") -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "words", [("liver_hpc.submit",), pytest.param(("liver_hpc", "submit"), marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("words", [("liver_hpc.submit",), ("liver_hpc", "submit")])
 def test_a_dry_run_executes_none(here: Path, words: tuple[str, ...]) -> None:
     path = write_minimal(here)
     shown = submit(*words[1:], "--config", str(path), "--dry-run", module=words[0])
