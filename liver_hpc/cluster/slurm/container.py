@@ -55,14 +55,15 @@ def step_words(config: RunConfig, run_directory: Path) -> StepWords:
 
 
 def _mounts(container: ContainerSection, config: RunConfig, run_directory: Path) -> list[str]:
-    """Those of the run file, then what the run needs at the same path, where they lack it."""
+    """Those of the run file, and what the run needs at the same path, where they lack it: a
+    directory before what is mounted below it, which it would hide."""
     mounts = [mount if ":" in mount else f"{mount}:{mount}" for mount in container.mounts]
     there = [Path(mount.partition(":")[2]) for mount in mounts]
     for path in needed_in_image(config, run_directory):
         if not any(path.is_relative_to(each) for each in there):
             mounts.append(f"{path}:{path}")
             there.append(path)
-    return mounts
+    return sorted(mounts, key=lambda mount: len(Path(mount.partition(":")[2]).parts))
 
 
 def needed_in_image(config: RunConfig, run_directory: Path) -> Iterator[Path]:

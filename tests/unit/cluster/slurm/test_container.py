@@ -94,14 +94,19 @@ def test_what_the_run_files_keys_name_is_mounted_where_it_is_not_yet(tmp_path: P
         "data": {"blend": [{"prefix": "/data/a/text"}, {"prefix": "/data/b/text"}]},
     }
     run = f"{RUN}:{RUN}"
-    further = ["/code:/code", "/data/a:/data/a", "/data/b:/data/b"]
+    code, *further = ["/code:/code", "/data/a:/data/a", "/data/b:/data/b"]
     assert mounts(["/fast", "/disks/d1:/data"], **named) == [
-        "/fast:/fast", "/disks/d1:/data", run, "/code:/code",
+        "/fast:/fast", "/disks/d1:/data", "/code:/code", run,
     ]  # fmt: skip
     assert mounts([], **named) == [
-        run, "/fast/checkpoints:/fast/checkpoints", "/fast/old:/fast/old", *further,
+        code, run, "/fast/checkpoints:/fast/checkpoints", "/fast/old:/fast/old", *further,
     ]  # fmt: skip
     assert mounts(["/runs"]) == ["/runs:/runs"]
+
+
+def test_what_is_mounted_below_a_directory_of_the_run_is_not_hidden_by_it() -> None:
+    mounted = mounts(["/nvme/tokens:/code/tokens"], recipe="mine:Model", recipe_directory="/code")
+    assert mounted == ["/code:/code", "/nvme/tokens:/code/tokens", f"{RUN}:{RUN}"]
 
 
 @pytest.mark.parametrize(
