@@ -15,6 +15,8 @@ from typing import NamedTuple
 from liver_hpc.cluster.slurm.script import option_words, python_words
 from liver_hpc.config.schema import ContainerSection, RunConfig
 
+_MOUNTS = "--container-mounts="
+
 
 class StepWords(NamedTuple):
     """options: srun's, behind those that every step has. python: what starts Python, to which a
@@ -42,8 +44,11 @@ def step_words(config: RunConfig, run_directory: Path) -> StepWords:
     image, further = container.image, container.options
     match container.runtime:
         case "pyxis":
-            mounted = f"--container-mounts={','.join(mounts)}"
-            options = (*options, f"--container-image={image}", mounted, *further)
+            # Of an option that is given twice Slurm tells its nodes the last.
+            mounts += [one.removeprefix(_MOUNTS) for one in further if one.startswith(_MOUNTS)]
+            others = [one for one in further if not one.startswith(_MOUNTS)]
+            mounted = f"{_MOUNTS}{','.join(mounts)}"
+            options = (*options, f"--container-image={image}", mounted, *others)
             return StepWords(options, python, told)
         case "apptainer":
             binds = [f"--bind={mount}" for mount in mounts]

@@ -64,6 +64,17 @@ def test_without_one_the_nodes_own_python_is_started() -> None:
     assert step.python == (*python_words(config.cluster), "-m")
 
 
+def test_pyxis_is_told_all_mounts_at_once() -> None:
+    """Of two options Slurm hands its nodes the last: the run would lack its own directory."""
+    options = ["--container-mounts=/data:/data:ro", "--container-writable"]
+    container = {"runtime": "pyxis", "image": "/i.sqsh", "mounts": ["/scratch"], "options": options}
+    told = step_words(run_in(container), RUN).options
+    assert [one for one in told if one.startswith("--container-mounts")] == [
+        f"--container-mounts=/scratch:/scratch,{RUN}:{RUN},/data:/data:ro"
+    ]
+    assert told[-1] == "--container-writable"
+
+
 @pytest.mark.parametrize("container", [None, {"runtime": "pyxis", **CONTAINERS["pyxis"]}])
 def test_what_is_exported_to_agents_stands_on_no_command_line(
     container: dict[str, Any] | None,
