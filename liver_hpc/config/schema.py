@@ -368,6 +368,7 @@ _OTHER_CLUSTER = (
     "liver submits to the cluster of Slurm's configuration; for another one submit "
     "slurm/liver.sbatch by `sbatch -M CLUSTER`, or set SLURM_CONF to that one's"
 )
+_APPTAINER_CLEARS = {"-e", "--cleanenv", "-C", "--containall", "--compat"}
 _GPUS_AMONG_OTHERS = re.compile(r"(^|[,:/])gpu([,:=]|$)")
 """In a list of generic resources, as "nvme:1,gpu:h100:8" and "cpu=4,gres/gpu=1"."""
 _OWN_STEP_OPTIONS = {
@@ -524,6 +525,17 @@ class ContainerSection(Section):
     mounts: list[Annotated[str, AfterValidator(_mount)]] = []
     python: CommandLine = "python3"
     options: list[Annotated[str, AfterValidator(_runtime_option)]] = []
+
+    @model_validator(mode="after")
+    def _keeps_environment(self) -> ContainerSection:
+        """Agents learn from it on which node they are, and are found by it to be killed."""
+        cleared = [*_APPTAINER_CLEARS.intersection(self.options)]
+        if self.runtime == "apptainer" and cleared:
+            raise ValueError(
+                f"options: {cleared[0]} keeps from agents what Slurm tells them; --no-home "
+                "leaves the environment as it is"
+            )
+        return self
 
 
 class SlurmSection(Section):

@@ -24,7 +24,7 @@ CONTAINERS: dict[str, dict[str, Any]] = {
         "image": "nvcr.io#nvidia/pytorch:26.01",
         "options": ["--no-container-mount-home", "--container-env=NCCL_DEBUG"],
     },
-    "apptainer": {"image": "/images/liver.sif", "options": ["--cleanenv"], "python": "/venv/py -E"},
+    "apptainer": {"image": "/images/liver.sif", "options": ["--no-home"], "python": "/venv/py -E"},
     "charliecloud": {"image": "/images/liver", "options": ["--set-env"]},
 }
 
@@ -137,6 +137,13 @@ def test_what_is_mounted_below_a_directory_of_the_run_is_not_hidden_by_it() -> N
 def test_what_is_wrong_is_told_by_its_key(container: dict[str, Any], said: str) -> None:
     container = {"runtime": "apptainer", "image": "/image", **container}
     assert f"cluster.slurm.container.{said}" in complaint({"container": container})
+
+
+def test_an_image_that_would_lose_the_environment_is_refused() -> None:
+    """Slurm tells a task by it on which node it is."""
+    container = {"runtime": "apptainer", "image": "/image", "options": ["--cleanenv"]}
+    said = "cluster.slurm.container: options: --cleanenv keeps from agents what Slurm tells them"
+    assert said in complaint({"container": container})
 
 
 @pytest.mark.parametrize(
