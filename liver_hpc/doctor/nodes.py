@@ -26,7 +26,7 @@ from typing import Any
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.slurm.container import step_words
 from liver_hpc.cluster.slurm.script import option_words
-from liver_hpc.config.schema import gpu_count
+from liver_hpc.config.schema import RunConfig, gpu_count
 from liver_hpc.doctor.checks import Check, Level, Order, Result, failed, passed, skipped, warned
 from liver_hpc.doctor.probe import ANSWER, ASKERS_TOKEN, Said, versions
 from liver_hpc.errors import ConfigError, DeadlineError, LiverError
@@ -180,7 +180,7 @@ def nodes_of(order: Order) -> Iterator[tuple[Nodes, str]]:
     name, around = f"liver-doctor-{secrets.token_hex(4)}", os.environ.get("SLURM_JOB_ID", "")
     count = order.nodes or _nodes_around(os.environ)
     with own_directory(order.runs_directory) as directory:
-        step = step_words(order.config, directory)
+        step = step_words(_as_it_is_now(order.config), directory)
         words = [*_srun(order, count, name, around), *step.options, *step.python]
         words += ["liver_hpc.doctor.probe", str(directory), order.config.network.model_dump_json()]
         words = _behind_setup(order.slurm.setup, words, directory)
@@ -197,6 +197,18 @@ def nodes_of(order: Order) -> Iterator[tuple[Nodes, str]]:
             nodes.close()
             if not around:
                 order.commands.cancel_named(name)
+
+
+def _as_it_is_now(config: RunConfig) -> RunConfig:
+    """Without directories of checkpoints that are not there, as a run makes its own: what is not
+    there cannot be mounted."""
+    if config.cluster.slurm.container is None:
+        return config
+    names = ("directory", "load", "weights")
+    paths = {name: getattr(config.checkpoint, name) for name in names}
+    missing = [name for name, path in paths.items() if path and not path.expanduser().exists()]
+    checkpoint = config.checkpoint.model_copy(update=dict.fromkeys(missing))
+    return config.model_copy(update={"checkpoint": checkpoint})
 
 
 def _nodes_around(environment: Mapping[str, str]) -> int:

@@ -169,6 +169,28 @@ def test_probes_start_as_what_a_run_starts(
     assert {word for word in given if word.startswith(some)} == wanted
 
 
+def test_probes_start_in_an_image_before_the_first_run_has_made_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    srun = tmp_path / "srun"
+    greets = f"exec {sys.executable} -c '{GREETS}'"
+    srun.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/words\n{greets}\n')
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    container = {"runtime": "charliecloud", "image": "/image"}
+    config = minimal(
+        cluster={"kind": "slurm", "slurm": {"container": container}},
+        checkpoint={"directory": tmp_path / "to-come", "load": tmp_path},
+        runs_directory=tmp_path / "runs",
+    )
+    commands = SlurmCommands(1.0, 1.0, run=lambda words, _: CompletedProcess(words, 0, "", ""))
+    with nodes_of(Order(config, nodes=1, commands=commands)):
+        told = (tmp_path / "words").read_text()
+    assert "to-come" not in told
+    assert f"--bind={tmp_path}:{tmp_path} " in told
+
+
 @pytest.mark.parametrize(
     ("refusal", "advice"),
     [
