@@ -52,7 +52,8 @@ def step_words(config: RunConfig, run_directory: Path) -> StepWords:
             return StepWords(options, python, told)
         case "apptainer":
             binds = [f"--bind={mount}" for mount in mounts]
-            python = ("apptainer", "exec", "--nv", *binds, *further, image, *python)
+            gpus = () if "--rocm" in further else ("--nv",)  # together, before 1.3: --nv alone
+            python = ("apptainer", "exec", *gpus, *binds, *further, image, *python)
             return StepWords(options, python, told)
         case "charliecloud":
             binds = [f"--bind={mount}" for mount in mounts]

@@ -57,6 +57,13 @@ def test_every_runtimes_command_line(golden: Golden) -> None:
     golden.check("slurm/containers.sh", "\n".join(lines))
 
 
+@pytest.mark.parametrize(("options", "nvidia"), [([], True), (["--rocm"], False)])
+def test_apptainer_is_asked_for_the_gpus_of_one_vendor(options: list[str], nvidia: bool) -> None:
+    """Before 1.3 it takes --nv of both."""
+    container = {"runtime": "apptainer", "image": "/liver.sif", "options": options}
+    assert ("--nv" in step_words(run_in(container), RUN).python) is nvidia
+
+
 def test_without_one_the_nodes_own_python_is_started() -> None:
     config = run_in(None)
     step = step_words(config, RUN)
