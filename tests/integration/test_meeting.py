@@ -314,6 +314,31 @@ def test_joiners_that_come_together_are_all_met(
     assert ids == list(range(6))
 
 
+def test_an_acceptor_that_has_met_its_most_is_replaced_and_nobody_notices(
+    tmp_path: Path,
+    coordinator: Coordinator,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """MPICH has 1,024 places for worlds, and aborts for want of another one."""
+    monkeypatch.setattr(service, "MOST_MEETINGS", 2)
+    place = MpiPlace(tmp_path)
+    seen: list[int | None] = []
+
+    def answer(who: Identity) -> Answer | Refusal:
+        seen.append(acceptor_pid(place.rendezvous))
+        return coordinator.answer(who)
+
+    place.rendezvous.start(answer)
+    try:
+        ids = [place.join(f"a{number}").worker_ids for number in range(5)]
+    finally:
+        place.rendezvous.close()
+    assert ids == [(first, first + 1) for first in range(0, 10, 2)]
+    assert seen[0] == seen[1] != seen[2] == seen[3] != seen[4]
+    assert "broke off" not in caplog.text
+
+
 def test_a_meeting_counts_whose_mpi_processes_do_not_end(
     mpi_place: MpiPlace,
     coordinator: Coordinator,

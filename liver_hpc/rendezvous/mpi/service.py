@@ -6,7 +6,7 @@ each side knows when the other has died.
 
 MPI lives in a process of its own (`process.py`): one that hangs or aborts takes nothing with it.
 After a meeting that broke off a fresh one takes its place: nothing that a dead joiner left in MPI
-can reach the next joiner.
+can reach the next joiner. So does one after `MOST_MEETINGS`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ TURN_S = 10.0
 """The longest that one joiner may hold the acceptor, the coordinator's answer included."""
 _OPEN_S = 30.0
 _CLOSE_S = 10.0
+MOST_MEETINGS = 1000
+"""Of one acceptor. MPICH has 1,024 places for worlds, one of them its own, and gives none back: it
+aborts for want of another one."""
 _MAX_FAILURES = 5
 _AGAIN_S = 30.0
 """After so long a rendezvous that is broken tries once more to open an acceptor."""
@@ -55,6 +58,7 @@ class Acceptor(MpiProcess):
         except (MpiEnded, DeadlineError) as error:
             self.close()
             raise MeetingError(f"{error}; see {log}") from error
+        self.num_met = 0
 
     def meet(self, joiner: Channel, decide: Decide) -> Identity | None:
         """The turn of the joiner at the other end of the channel; who it is, where it proved it.
@@ -71,6 +75,7 @@ class Acceptor(MpiProcess):
         if not is_gone(joiner, deadline.remaining_s()):
             raise deadline.error()
         self.say(b"through")
+        self.num_met += 1
         return identity
 
 
@@ -134,16 +139,16 @@ class MpiRendezvous(Rendezvous):
         """Runs in the queue's thread of one joiner, which leaves the queue at its end."""
         with self._turn:
             if not is_gone(joiner) and (acceptor := self._ready()) is not None:
-                through = False
+                is_of_use = False
                 try:
                     met = acceptor.meet(joiner, answer)
-                    through = True
+                    is_of_use = acceptor.num_met < MOST_MEETINGS
                     if met is not None:
                         _log.info("agent %s has been met", met.agent)
                 except (MpiEnded, ChannelClosed, DeadlineError) as error:
                     _log.warning("a meeting broke off: %s", error)
                 finally:
-                    if not through:
+                    if not is_of_use:
                         self._discard()
                 joiner.close("the meeting is over")
             self._ready()  # at once, for the next joiner
