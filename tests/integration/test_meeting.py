@@ -101,6 +101,16 @@ import mpi4py._mpiabi
 mpi4py._mpiabi._dlopen_rpath = lambda: [""]
 """
 
+# Longer than a turn.
+SLOW_MPI = """
+import sys, time
+class Slow:
+    def find_spec(self, name, *rest):
+        if name == "mpi4py":
+            time.sleep(3.0)
+sys.meta_path.insert(0, Slow())
+"""
+
 OWNER = """
 import sys, threading
 from pathlib import Path
@@ -404,6 +414,17 @@ def test_the_wait_for_those_before_it_is_no_part_of_a_joiners_meeting(mpi_place:
         joiner = start_joiner(mpi_place.directory, "a0", meet_s=2.0)
         time.sleep(3.0)
     assert joiner.result().worker_ids == (0, 1)
+
+
+def test_a_joiner_whose_mpi_is_slow_to_come_queues_once_it_is_there(
+    mpi_place: MpiPlace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As over a file system that a thousand nodes read; its turn would have been over."""
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    (slow / "sitecustomize.py").write_text(SLOW_MPI)
+    monkeypatch.setenv("PYTHONPATH", str(slow))
+    assert mpi_place.join("a0").worker_ids == (0, 1)
 
 
 def test_a_joiner_whose_turn_does_not_come_gives_up(mpi_place: MpiPlace) -> None:

@@ -63,6 +63,7 @@ def connect(parent: Connection) -> None:
     """Meets the acceptor and leaves MPI again. Raises what `accept` does, MeetingError before it
     meets one whose MPI is of another release."""
     start_mpi()
+    parent.send_bytes(b"in MPI")
     port_name, theirs = (parent.recv_bytes().decode() for _ in range(2))
     if theirs != (ours := _release()):
         raise MeetingError(

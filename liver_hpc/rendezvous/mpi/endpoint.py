@@ -12,6 +12,7 @@ is; and for each turn:
 
 To connect, it lives for one meeting:
 
+    joiner -> parent       it is in MPI
     parent -> joiner       the acceptor's port name, and its release; the introduction
     joiner -> parent       the reception
     joiner -> parent       it is through with MPI

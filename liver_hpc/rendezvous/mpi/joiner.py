@@ -42,16 +42,19 @@ def meet(
     """Meets the rendezvous of a run by a fresh `joiner_process`, of which nothing is left then.
 
     Raises MeetingError when refused, when the rendezvous does not hold the same secret, where none
-    is found for `meet_s`, the turn of this joiner has not come after `turn_s`, or then the meeting
-    takes longer than `meet_s`: StuckInMpi when that came in the middle.
+    is found for `meet_s`, the process is not in MPI after `turn_s`, its turn has not come after as
+    long again, or then the meeting takes longer than `meet_s`: StuckInMpi when that came in the
+    middle.
     """
 
     def within(limit_s: float) -> Deadline:
         return Deadline.after(SystemClock(), limit_s, f"the rendezvous of {run_directory}")
 
     try:
+        process.enter(_place(run_directory, within(meet_s)).network)
+        # Its turn is short, and MPI may have to come over a slow file system.
+        process.hear(Deadline.after(SystemClock(), turn_s, f"{process.name} to enter MPI"))
         found, turn = within(meet_s), within(turn_s)
-        process.enter(_place(run_directory, found).network)
         queue, told = _wait_for_turn(process, run_directory, secret, found, turn)
         with contextlib.closing(queue):
             said = introduction(queue.key, identity)
