@@ -65,6 +65,9 @@ class MpiProcess(Child):
                 "PMI_RANK": "0",
                 "PMI_SIZE": "1",
                 "MPIR_CVAR_PMI_VERSION": "1",
+                # A thread of MPI's would spin, and speak to whoever comes at any time. This
+                # beats MPICH_ASYNC_PROGRESS, which Cray's MPICH is told.
+                "MPIR_CVAR_ASYNC_PROGRESS": "0",
             }
             super().__init__(
                 Command(
