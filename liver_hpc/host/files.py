@@ -35,6 +35,8 @@ def write_whole(path: Path, data: str | bytes, mode: int = 0o666, sync: bool = F
     descriptor = os.open(temporary, flags, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
+            if not mode & 0o077:
+                os.fchmod(descriptor, mode)  # what a directory has others inherit beats `mode`
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             if sync:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,3 +85,20 @@ def test_read_refuses_a_link_a_pipe_a_directory_and_nothing(tmp_path: Path) -> N
     for name in ("link", "pipe", "directory", "nothing"):
         with pytest.raises(ConfigError, match=f"secret {tmp_path / name}: "):
             read_secret(tmp_path / name)
+
+
+def test_a_created_file_is_private_whatever_its_directory_has_it_inherit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inheritable ACLs of NFSv4 (OneFS, ZFS, GPFS) beat the mode that a file is opened with."""
+    open_before = os.open
+
+    def inherits(path: Path, flags: int, mode: int = 0o777, **more: Any) -> int:
+        descriptor = open_before(path, flags, mode, **more)
+        if flags & os.O_CREAT:
+            os.chmod(path, mode | 0o060)
+        return descriptor
+
+    monkeypatch.setattr(os, "open", inherits)
+    secret = create_secret(tmp_path / "secret")
+    assert read_secret(tmp_path / "secret") == secret
