@@ -106,7 +106,7 @@ def _save(path: Path, order: NDArray[Any]) -> None:
 
 def _write(path: Path, data: bytes) -> None:
     try:
-        write_whole(path, data)
+        write_whole(path, data, sync=True)  # what is there is not made again
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
 

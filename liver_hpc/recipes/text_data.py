@@ -17,7 +17,7 @@ from pathlib import Path
 from liver_hpc.config.indexed_data import IndexedData, read_indexed_data, write_index
 from liver_hpc.config.schema import DataSection
 from liver_hpc.errors import ConfigError
-from liver_hpc.host.files import file_lock
+from liver_hpc.host.files import file_lock, flush_to_disk
 
 END_OF_DOCUMENT = 256
 VOCABULARY = 257
@@ -120,8 +120,8 @@ def _suffixed(prefix: Path, suffix: str) -> Path:
 
 
 def _write(prefix: Path, files: Sequence[TextFile]) -> None:
-    """Writes both files under other names, then renames them: where both are, the data is
-    whole."""
+    """Writes both files under other names, and onto the disk, then renames them: where both are,
+    the data is whole."""
     import numpy as np
 
     made = {suffix: _suffixed(prefix, f"{suffix}.part") for suffix in _SUFFIXES}
@@ -131,8 +131,11 @@ def _write(prefix: Path, files: Sequence[TextFile]) -> None:
                 text = np.frombuffer(_read(file), np.uint8)
                 stream.write(np.append(text, np.uint16(END_OF_DOCUMENT)).tobytes())
         write_index(made["idx"], [file.take_bytes + 1 for file in files])
+        for path in made.values():
+            flush_to_disk(path)
         for suffix, path in made.items():
             path.replace(_suffixed(prefix, suffix))
+        flush_to_disk(prefix.parent)
     except OSError as error:
         raise ConfigError(f"{prefix}: cannot be written: {error.strerror}") from error
     finally:

@@ -78,6 +78,28 @@ def test_the_pair_is_as_megatron_writes_it(texts: Path, tmp_path: Path) -> None:
         assert written.with_name(f"{written.name}.{suffix}").read_bytes() == expected
 
 
+def test_what_has_its_name_is_on_the_disk(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that is lost takes with it what it has only in memory, and leaves the names: what is
+    there is not made again."""
+    synced, sync, replace = set[int](), os.fsync, Path.replace
+
+    def fsync(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    def named(path: Path, target: Path) -> Path:
+        assert path.stat().st_ino in synced, target
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "replace", named)
+    prefix = prepare(section(texts)).prefix
+    TokenSamples(Corpus((prefix,)), 4, (2,), 1, tmp_path / "cache")
+    assert {prefix.parent.stat().st_ino, (tmp_path / "cache").stat().st_ino} <= synced
+
+
 def test_what_is_done_is_not_done_again(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = prepare(section(texts))
     prefix = held.prefix
