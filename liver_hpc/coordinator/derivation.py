@@ -15,6 +15,7 @@ from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.launcher import Launcher
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError, LiverError
+from liver_hpc.host.files import look_anew
 from liver_hpc.layout.budget import Budget
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.tensors import ModelSpec
@@ -86,6 +87,7 @@ def _derive_by(task: Launcher, config: RunConfig, run_directory: Path, node: str
     )
     task.launch(LaunchAgent(TASK, Seat(node, (0,)), Layout(1, 1, 1)))
     poll_until(lambda: not task.alive(TASK), deadline, _LOOK_S)
+    look_anew(run_directory)  # it was asked for, and was not there, just before the task began
     failed = f"{CANNOT_DERIVE}: exit code {task.exit_code(TASK)} {where}"
     return Answer[ModelSpec].read(derived, config, failed)
 
