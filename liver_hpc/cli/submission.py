@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from liver_hpc.checkpoint.newest import check_own, newest_checkpoint, to_load
 from liver_hpc.cli.check import check_run
@@ -91,7 +92,7 @@ def run_to_submit(config: RunConfig, cluster: str | None = None) -> tuple[RunCon
     """As `checked_run`; what a batch script of liver's own lacks is noted, and burst nodes that
     would stand idle."""
     config, recipe = checked_run(config, cluster)
-    for line in (*_cpu_notes(config.cluster), *_burst_notes(config)):
+    for line in (*_cpu_notes(config.cluster), *_burst_notes(config), *_image_notes(config)):
         print(f"liver: note: {line}", file=sys.stderr)
     return config, recipe
 
@@ -127,6 +128,26 @@ def _burst_notes(config: RunConfig) -> Iterator[str]:
             f"{nodes} burst nodes from the {room} workers of the components to the next count in "
             f"layouts, {larger[0]}: those that come first wait, idle and paid for; {nodes} has "
             "them come together"
+        )
+
+
+def _image_notes(config: RunConfig) -> Iterator[str]:
+    """Where one of another kind would be warned, or would start sooner."""
+    container = config.cluster.slurm.container
+    if config.cluster.kind != "slurm" or container is None:
+        return
+    image, where = container.image, "cluster.slurm.container.image"
+    if container.runtime == "charliecloud":
+        if Path(image).is_file():
+            yield (
+                f"{where} is a file: what serves it (ch-run) ends when Slurm signals the step, and "
+                "all workers of the node with it: without their grace time, and without a "
+                "checkpoint; a directory has both (ch-convert)"
+            )
+    elif not image.startswith(("/", ".")) and (container.runtime == "pyxis" or "://" in image):
+        yield (
+            f"{where} is fetched on each node, with pyxis by each step anew: deadlines.boot_s, "
+            f"{config.deadlines.boot_s:g} s, counts that; a file has it done once"
         )
 
 

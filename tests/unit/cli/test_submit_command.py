@@ -189,6 +189,28 @@ def test_dry_run_prints_how_an_agent_starts_in_its_image(
     assert rest[-7:] == ["/images/liver", "--", "python3", "-P", "-m", AGENT_MODULE, "..."]
 
 
+def test_images_that_serve_a_run_badly_are_noted(
+    login_node: None, tmp_path: Path, capsys: Captured
+) -> None:
+    """ch-run ends by the signal that is to warn; what each step fetches is not there in time."""
+    path = write_minimal(tmp_path, cluster={"kind": "slurm", "slurm": SLURM})
+    file = tmp_path / "liver.sqfs"
+    file.write_bytes(b"hsqs")
+    for runtime, image, said in (
+        ("charliecloud", str(file), "ends when Slurm signals the step"),
+        ("charliecloud", str(tmp_path), ""),
+        ("pyxis", "nvcr.io#nvidia/pytorch:26.01", "boot_s, 180 s, counts that"),
+        ("pyxis", str(file), ""),
+        ("apptainer", "docker://nvcr.io/nvidia/pytorch:26.01-py3", "boot_s, 180 s, counts that"),
+        ("apptainer", "liver.sif", ""),
+    ):
+        container = f"--set=cluster.slurm.container={{runtime: {runtime}, image: '{image}'}}"
+        assert liver("submit", "--config", str(path), "--dry-run", container) == 0
+        notes = [line for line in capsys.readouterr().err.splitlines() if "container.image" in line]
+        assert len(notes) == bool(said), notes
+        assert said in "".join(notes)
+
+
 def test_dry_run_shows_at_which_steps_the_batch_grows(tmp_path: Path, capsys: Captured) -> None:
     """As far as the run goes."""
     train = {"steps": 12, "global_batch": 10}
