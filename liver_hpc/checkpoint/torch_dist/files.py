@@ -267,7 +267,7 @@ def write_table(path: Path, lists: Iterable[RankList]) -> None:
     saved = metadata.Metadata(state_dict_metadata=keys, planner_data={}, storage_data=places)
     write_whole(path / METADATA_FILE, pickle.dumps(saved), sync=True)
     for file in files:
-        file.unlink()
+        file.unlink(missing_ok=True)
 
 
 def write_common(path: Path, state: Mapping[str, Any]) -> None:
