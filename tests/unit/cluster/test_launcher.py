@@ -57,6 +57,8 @@ def test_an_agent_that_no_thread_can_keep_is_not_launched_and_can_be_again(
 
 def test_an_agent_that_was_left_and_that_no_thread_can_keep_is_ended() -> None:
     left = Child(agent()._command)
+    deadline = Deadline.after(SystemClock(), LIMIT_S, "the agent's program to be there")
+    poll_until(lambda: left.pid in living(), deadline)  # its exec has begun, and may not be over
     with threads_refused("keep-"), pytest.raises(LiverError, match="can't start new thread"):
         agent().adopt(socket.gethostname(), left.pid)
     assert (living(), left.wait(LIMIT_S)) == ([], KILLED)
