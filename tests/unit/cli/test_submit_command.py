@@ -184,7 +184,7 @@ def test_dry_run_prints_how_an_agent_starts_in_its_image(
     run = tmp_path / "runs" / "run-DATE-TIME"
     assert line[1:5] == ["env", "SLURM_JOB_ID=JOB", "srun", "--jobid=JOB"]
     at = line.index("ch-run")
-    mount, *rest = line[at + 1 :]
+    _, mount, *rest = line[at + 1 :]  # the recipe's directory comes first, of which this is a part
     assert mount == f"--bind={run}:{run}"
     assert rest[-7:] == ["/images/liver", "--", "python3", "-P", "-m", AGENT_MODULE, "..."]
 
