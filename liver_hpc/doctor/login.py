@@ -22,7 +22,7 @@ COMMANDS = ("sbatch", "srun", "scancel", "scontrol", "squeue", "sinfo")
 _AUTHENTICATION = re.compile(r"munge|sack|credential|authenticat|Zero Bytes", re.I)
 _HINT = "If munged is up"
 _LEAST_SLURM = 22, 5
-_CANCELS_ALL = 25, 11
+_CANCELS_WHOLE_JOB = 25, 11
 """From here on Slurm takes the end of a step of the first of several components for the job's."""
 
 
@@ -57,7 +57,7 @@ def _controller(order: Order) -> Result:
             "ask for a newer one; until then leave workers.warm at true where there are GPUs",
         )
     release = (int(number[1]), int(number[2])) if number else (0, 0)
-    if release >= _CANCELS_ALL and len(order.slurm.components) > 1:
+    if release >= _CANCELS_WHOLE_JOB and len(order.slurm.components) > 1:
         return warned(
             f"Slurm {version} cancels a whole job of several components where a step of the first "
             "is ended, as by the loss of one of its nodes",

@@ -17,10 +17,10 @@ from liver_hpc.world.thread import MicroBatch
 class Batches:
     """A rank's part of global batches.
 
-    groups: those that reading means, in whatever thread it is done, which `enter` gives this
-    worker's device: one begins with the first GPU, which what is pinned there would open, too. A
-    `Recipe.fetch` of its own is read ahead. per_token: a micro-batch weighs what it has tokens,
-    which Megatron sees to.
+    groups: those that reading means, in whatever thread it is done. enter: makes this worker's
+    device the calling thread's, for which torch takes the first GPU until then. per_token: a
+    micro-batch weighs what it has tokens, which Megatron sees to. A `Recipe.fetch` of its own is
+    read ahead.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ _KILL_MODULE = "liver_hpc.node.kill_task"
 _PREFIX = "liver-"
 _IMMEDIATE_S = 5
 _CLOSE_MARGIN_S = 10.0
-_ALONE = {"SLURM_OOM_KILL_STEP": "0"}
+_OOM_ENDS_ONE = {"SLURM_OOM_KILL_STEP": "0"}
 """For srun, from 24.11 on: who is out of memory does not end the step, whatever slurm.conf says."""
 
 
@@ -73,7 +73,7 @@ def slurm_launcher(
                 orphan_signal=None,  # agents end it, if no other coordinator takes over
                 environment={
                     **clean_environment(os.environ),
-                    **_ALONE,
+                    **_OOM_ENDS_ONE,
                     **exported,
                     STEP_VARIABLE: name,
                 },

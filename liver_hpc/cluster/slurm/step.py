@@ -41,7 +41,7 @@ class StepPlan:
     """name: the step's, unique in the run. job: under its id squeue lists the step. agents: their
     names, by node. command: the srun's, with a log. killing: the words of an srun that kills the
     tasks of the step on some of its nodes. looking: of one that prints on which nothing of the step
-    is left. leads: it is of the first component of several."""
+    is left. leads: whether it is in the first of several components."""
 
     name: str
     job: str

@@ -6,7 +6,7 @@ each side knows when the other has died.
 
 MPI lives in a process of its own (`process.py`): one that hangs or aborts takes nothing with it.
 After a meeting that broke off a fresh one takes its place: nothing that a dead joiner left in MPI
-can reach the next joiner. So does one after `MOST_MEETINGS`.
+can reach the next joiner. After `MOST_MEETINGS`, too, MPICH has room for no more.
 """
 
 from __future__ import annotations
