@@ -116,14 +116,16 @@ FEATURES: dict[str, tuple[Any, ...]] = {
 
 
 def possible(row: Mapping[str, Any]) -> bool:
-    """Of what is lost without a word somebody has a copy; masks of dropout are those of one worker
-    where tensors are whole."""
+    """Of what is lost without a word somebody else has a copy; masks of dropout are those of one
+    worker where tensors are whole."""
     if row.get("model") == "dropping" and row.get("shape") in ("tensors", "mixed"):
         return False
+    if row.get("disk", 1) is not None:
+        return True
+    if row.get("struck") == "node" and (row.get("per_node", 1) is None or row.get("warm", False)):
+        return False  # all may be on one: an agent that keeps a warm process has every launch
     return not (
-        row.get("struck") in ("worker", "node", "in handoff")
-        and row.get("snapshots", 1) is None
-        and row.get("disk", 1) is None
+        row.get("struck") in ("worker", "node", "in handoff") and row.get("snapshots", 1) is None
     )
 
 
