@@ -32,6 +32,8 @@ LOOK_S = 0.2
 """A file cannot say that it has grown, on a shared file system least of all: so often it is looked
 at."""
 ASK_S = 0.25
+AGAIN_S = 2.0
+"""So long after a journal could not be read it is tried again."""
 FIGURES_SHARE, FIGURES_LEAST_S = 0.05, 5.0
 """The part of the time that computing the figures again may take; and the least pause where
 nothing but steps has come."""
@@ -66,11 +68,25 @@ class Follower:
         self._steps = self._evaluations = 0  # that the curve has
 
     async def follow(self) -> None:
-        """Never returns: a run that has ended may go on. A journal that cannot be read is followed
-        no longer, and the page says why, until there is another one in its place."""
+        """Never returns: a run that has ended may go on. While a journal cannot be read, or is
+        damaged, the page says why, and it is read again: a file system of the network may fail for
+        a moment, or show a later part of what is being written before an earlier one. One that
+        this release cannot read is followed no longer, until there is another one in its place."""
+        is_read = True
         while True:
             try:
                 entries = self._reader.more() if self._journal.exists() else []
+            except (ConfigError, OSError) as error:
+                is_read = False
+                self._page.put({"problem": str(error)})
+                self._page.publish()
+                await asyncio.sleep(AGAIN_S)
+                continue
+            if not is_read:
+                is_read = True
+                self._page.put({"problem": ""})
+                self._page.publish()
+            try:
                 self._take(entries)
             except ConfigError as error:
                 self._page.put({"problem": str(error)})
@@ -142,7 +158,10 @@ class Follower:
 
     def _unread_bytes(self) -> int:
         """Of the journal, as far as it has been written."""
-        size_bytes = self._journal.stat().st_size if self._journal.exists() else 0
+        try:
+            size_bytes = self._journal.stat().st_size
+        except OSError:  # it is not there yet, or not to be had now
+            return 0
         return max(0, size_bytes - self._reader.read_bytes)
 
     def _live(self) -> dict[str, Any]:

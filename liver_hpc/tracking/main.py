@@ -19,14 +19,14 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from liver_hpc.clock import Clock, SystemClock
+from liver_hpc.clock import Clock, Deadline, SystemClock
 from liver_hpc.config.load import load_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
 from liver_hpc.host.files import file_lock, write_whole
 from liver_hpc.host.process import quiet_thread
 from liver_hpc.report.derive import RunFigures, run_figures
-from liver_hpc.run.entries import JOURNAL_FILE, Entry, JournalReader
+from liver_hpc.run.entries import JOURNAL_FILE, Entry, JournalReader, JournalUnread
 from liver_hpc.run.outcome import open_log, write_private_json
 from liver_hpc.tracking.base import HAS_FAILED, SHARE, Mark, Point, Tracker, wanted_by
 from liver_hpc.tracking.course import Course
@@ -37,6 +37,8 @@ DIRECTORY = "tracking"
 """In the run directory: how far each tracker has come, and what is its own."""
 GATHER_S = 0.5
 """So long after a byte the journal is read: what comes meanwhile is read with it."""
+UNREAD_S, AGAIN_S = 600.0, 2.0
+"""So long a journal that cannot be read is tried again, and after how long each time."""
 CLOSE_S = 30.0
 """So long it may live once nobody wants it any more: a tracker may have to send."""
 GOODPUT_S = 30.0
@@ -131,9 +133,22 @@ class Following:
             self._do(name, self._trackers[name].close)
 
     def _new_entries(self) -> Iterator[Entry]:
-        """Of a journal that is not there yet none."""
-        while self._journal.exists() and (entries := self._reader.more()):
+        """Of a journal that is not there yet none. Raises JournalUnread, OSError."""
+        while entries := self._more():
             yield from entries
+
+    def _more(self) -> list[Entry]:
+        """Where its file system does not give it just now it is asked again, for a while: else
+        nobody would be told of the rest of the run."""
+        limit = Deadline.after(self._clock, UNREAD_S, "the journal")
+        while True:
+            try:
+                return self._reader.more() if self._journal.exists() else []
+            except (JournalUnread, OSError) as error:
+                if limit.expired():
+                    raise
+                log.warning("the journal is read again: %s", error)
+                threading.Event().wait(AGAIN_S)
 
     # ---- one tracker
 

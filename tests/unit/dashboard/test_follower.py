@@ -73,6 +73,7 @@ def follow(
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK_S", 0.01)
     monkeypatch.setattr(module, "ASK_S", 0.01)
+    monkeypatch.setattr(module, "AGAIN_S", 0.01)
     monkeypatch.setattr(module, "FIGURES_LEAST_S", 0.0)
 
 
@@ -190,6 +191,44 @@ def test_a_damaged_journal_is_told_and_the_page_stays(journal: Path) -> None:
 
     async def see(browser: Browser) -> None:
         await browser.until(lambda b: "line 2 is damaged" in b.parts.get("problem", ""))
+
+    follow(journal, see)
+
+
+def test_a_journal_that_is_not_to_be_had_for_a_moment_is_read_again(
+    journal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the node is evicted from the file system, or the file has been replaced."""
+    append(journal, started() + step_lines(1, 1))
+    opened, away = Path.open, list[OSError]()
+
+    def once(path: Path, *how: Any, **more: Any) -> Any:
+        if path == journal and away and how == ("rb",):
+            raise away[0]
+        return opened(path, *how, **more)
+
+    monkeypatch.setattr(Path, "open", once)
+
+    async def see(browser: Browser) -> None:
+        await browser.until(lambda b: len(b.points) == 1)
+        away.append(OSError(5, "Input/output error"))
+        await browser.until(lambda b: "Input/output error" in b.parts.get("problem", ""))
+        away.clear()
+        append(journal, step_lines(2, 1, first=1))
+        await browser.until(lambda b: len(b.points) == 2 and not b.parts["problem"])
+
+    follow(journal, see)
+
+
+def test_what_comes_out_of_order_is_read_once_it_is_there(journal: Path) -> None:
+    """NFS may show a hole before a later part of what is being written."""
+    lines = step_lines(1, 4)
+    append(journal, started() + b"\0" * 200 + lines[200:])
+
+    async def see(browser: Browser) -> None:
+        await browser.until(lambda b: "is damaged" in b.parts.get("problem", ""))
+        journal.write_bytes(started() + lines)
+        await browser.until(lambda b: len(b.points) == 4 and not b.parts["problem"])
 
     follow(journal, see)
 

@@ -22,6 +22,7 @@ from liver_hpc.report.store import read_run
 from liver_hpc.run.actions import Record
 from liver_hpc.run.codec import encode
 from liver_hpc.run.entries import Entry
+from liver_hpc.tracking import main
 from liver_hpc.tracking.base import Mark, Point, Tracker, missing_packages
 from liver_hpc.tracking.main import Following, Stands
 from tests.unit.report.rows import straggler
@@ -128,6 +129,27 @@ def test_a_line_that_is_not_whole_waits_for_its_end(
     journal.write_bytes(whole)
     following.look()
     assert listening[0].steps == [1, 2]
+
+
+def test_a_journal_that_is_not_to_be_had_for_a_moment_is_read_again(
+    tmp_path: Path, listening: list[Listening], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append(tmp_path, [*entries(STARTED), *steps(0, 1)])
+    following = Following(tmp_path, config_of(tensorboard={}), pytest.fail)
+    following.open()
+    append(tmp_path, steps(2), 3)
+    stale, opened = [OSError(116, "Stale file handle")] * 2, Path.open
+    monkeypatch.setattr(main, "AGAIN_S", 0.0)
+
+    def once(path: Path, *how: Any, **more: Any) -> Any:
+        if path.name == "journal.jsonl" and stale:
+            raise stale.pop()
+        return opened(path, *how, **more)
+
+    monkeypatch.setattr(Path, "open", once)
+    following.look()
+    assert listening[0].steps == [1, 2, 3]
+    assert not stale
 
 
 def test_openmetrics_says_what_the_report_says(tmp_path: Path) -> None:
