@@ -29,6 +29,7 @@ RETRY_S = 1.0
 """So long after a failed write comes the next."""
 RESERVE_BYTES = 16 * 2**20
 """So much of the disk is left to what else must be written."""
+_COPY_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -188,12 +189,22 @@ def continue_in_copy(path: Path, epoch: Epoch) -> None:
     """Puts a copy in the journal's place, before the coordinator of `epoch` reads it: what one
     before it writes late goes to the file that this one has open, and nowhere else.
 
+    It ends at the first hole. No line has a zero: what one write gave to a file system of the
+    network goes there in parts, side by side, and where a node is lost a later part may have come
+    alone. Nothing of that was told as written.
+
     Where there is no room for a copy the log says so, and the file stays. Raises Superseded.
     """
     copy = path.with_name(f".{path.name}.{epoch.number}")
     try:
         with path.open("rb") as source, open(_opened(copy, os.O_TRUNC), "wb") as target:
-            shutil.copyfileobj(source, target)
+            while data := source.read(_COPY_BYTES):
+                whole, hole, _ = data.partition(b"\0")
+                target.write(whole)
+                if hole:
+                    warning = "%s has a hole at byte %d, and is gone on with up to there"
+                    log.warning(warning, path, target.tell())
+                    break
             target.flush()
             os.fsync(target.fileno())
         epoch.check()  # else it would take the place of a later one's

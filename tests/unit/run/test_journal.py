@@ -21,7 +21,7 @@ import pytest
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.run import journal as module
-from liver_hpc.run.entries import Entry, read_entries
+from liver_hpc.run.entries import Entry, encode, read_entries
 from liver_hpc.run.epoch import Epoch, Superseded, claim_epoch, newest_epoch
 from liver_hpc.run.events import JournalFailed
 from liver_hpc.run.journal import Journal, JournalNews, Written, continue_in_copy
@@ -534,6 +534,19 @@ def test_a_copy_takes_the_place_of_no_later_coordinators_journal(path: Path) -> 
     with pytest.raises(Superseded):
         continue_in_copy(path, epoch)
     assert path.stat().st_ino == number
+
+
+def test_a_copy_ends_at_a_hole(path: Path) -> None:
+    """Of what was written at once a later part has come alone, and its node is lost."""
+    with opened(path) as journal:
+        journal.append(1.0, BEGUN)
+    whole = path.read_bytes()
+    late = b"".join(encode(n, 2.0, step_done(n)) for n in range(1, 9))
+    path.write_bytes(whole + late[:30] + b"\0" * 200 + late[230:])
+    continue_in_copy(path, claim_epoch(path.parent))
+    with opened(path) as journal:
+        journal.append(3.0, {"type": "taken over"})
+    assert [entry.event["type"] for entry in read_entries(path)] == ["begun", "taken over"]
 
 
 def test_what_was_told_as_written_survives_a_kill(path: Path) -> None:
