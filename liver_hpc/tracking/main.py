@@ -6,6 +6,7 @@ goes wrong with a tracker is a line on standard output.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -22,7 +23,7 @@ from typing import NamedTuple
 from liver_hpc.clock import Clock, Deadline, SystemClock
 from liver_hpc.config.load import load_run
 from liver_hpc.config.schema import RunConfig
-from liver_hpc.errors import LiverError
+from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.host.files import file_lock, write_whole
 from liver_hpc.host.process import quiet_thread
 from liver_hpc.report.derive import RunFigures, run_figures
@@ -43,6 +44,8 @@ CLOSE_S = 30.0
 """So long it may live once nobody wants it any more: a tracker may have to send."""
 GOODPUT_S = 30.0
 """So often, at the most, the goodput is derived for trackers; and at the end."""
+LOCKED_S = 2 * CLOSE_S
+"""So long the process before is waited for: if it lives it has ended by then."""
 
 
 class Stands(NamedTuple):
@@ -245,7 +248,11 @@ def follow(run_directory: Path, wake: int, say: Callable[[str], None]) -> None:
     following = Following(run_directory, load_run(run_directory / "run.yaml"), say)
     gathers = threading.Event()
     (run_directory / DIRECTORY).mkdir(mode=0o700, exist_ok=True)
-    with file_lock(run_directory / DIRECTORY / "lock"):
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(file_lock(run_directory / DIRECTORY / "lock", LOCKED_S))
+        except DeadlineError as error:  # NFSv3 keeps the locks of a host that is lost
+            log.warning("%s; its host is taken for lost", error)
         following.open()
         while os.read(wake, 2**16):
             gathers.wait(GATHER_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import stat
 import struct
 import time
@@ -17,6 +18,7 @@ import pytest
 from liver_hpc.clock import FakeClock
 from liver_hpc.config.load import dump_run, load_run
 from liver_hpc.config.schema import OpenMetricsSection, RunConfig
+from liver_hpc.host.files import file_lock
 from liver_hpc.report.derive import RunFigures, run_figures
 from liver_hpc.report.store import read_run
 from liver_hpc.run.actions import Record
@@ -150,6 +152,22 @@ def test_a_journal_that_is_not_to_be_had_for_a_moment_is_read_again(
     following.look()
     assert listening[0].steps == [1, 2, 3]
     assert not stale
+
+
+def test_a_lock_that_is_left_of_a_lost_host_is_not_waited_for_for_ever(
+    tmp_path: Path, listening: list[Listening], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "LOCKED_S", 0.05)
+    monkeypatch.setattr(main, "_die_in_time", lambda _wake: None)
+    (tmp_path / "run.yaml").write_text(dump_run(config_of(tensorboard={})))
+    append(tmp_path, [*entries(STARTED), *steps(0, 1)])
+    wake, other_end = os.pipe()
+    os.close(other_end)
+    with file_lock(tmp_path / main.DIRECTORY / "lock"):
+        main.follow(tmp_path, wake, pytest.fail)
+    os.close(wake)
+    assert listening[0].steps == [1, 2]
+    assert listening[0].closed
 
 
 def test_openmetrics_says_what_the_report_says(tmp_path: Path) -> None:
