@@ -98,13 +98,15 @@ class JournalReader:
         is_torn = bool(lines) and not lines[-1].endswith(b"\n")
         self.torn_bytes = len(lines.pop()) if is_torn else 0
         entries = [*decode(lines, self._where, self._lines)]
+        following = self._following
         for entry in entries:
-            if self._following not in (None, entry.number):
+            if following not in (None, entry.number):
                 raise ConfigError(
-                    f"{self._path}: wanted entry {self._following} next, "
+                    f"{self._path}: wanted entry {following} next, "
                     f"got {entry.number}; lines are missing or there twice"
                 )
-            self._following = entry.number + 1
+            following = entry.number + 1
+        self._following = following
         self._lines, self._last = self._lines + len(lines), lines[-1] if lines else self._last
         self.read_bytes += sum(map(len, lines))
         return entries

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
@@ -26,7 +27,7 @@ from liver_hpc.cluster.slurm.holdings import own_allocations
 from liver_hpc.cluster.slurm.launcher import srun_words
 from liver_hpc.cluster.slurm.script import python_words
 from liver_hpc.cluster.slurm.together import STEP_VARIABLE
-from liver_hpc.config.schema import SlurmSection
+from liver_hpc.config.schema import ClusterSection, SlurmSection
 from liver_hpc.errors import LiverError
 from liver_hpc.host.child import Child, Command
 from liver_hpc.host.process import clean_environment, quiet_thread
@@ -35,6 +36,8 @@ from liver_hpc.run.epoch import MISSED_AFTER, claim_succession, last_sign, newes
 from liver_hpc.run.outcome import write_private_json
 
 ENVIRONMENT_FILE = "job-environment.json"
+_PYTHON = "LIVER_PYTHON"
+"""In that file: what starts Python on the host. The image of an agent has another one."""
 _OF_A_JOB = ("SLURM_JOB_", "SLURM_HET_", "SLURM_ARRAY_", "SLURM_CLUSTER_", "SLURM_RESTART_COUNT")
 _STEP = "liver-coordinator"
 _COORDINATE = ("liver_hpc", "coordinate", "--script-lost")
@@ -52,16 +55,26 @@ log = logging.getLogger(__name__)
 def note_environment(run: RunDirectory, environ: Mapping[str, str]) -> None:
     """For a coordinator that begins in a step. Raises OSError."""
     told = {name: value for name, value in environ.items() if name.startswith(_OF_A_JOB)}
-    write_private_json(run.path / ENVIRONMENT_FILE, told)
+    write_private_json(run.path / ENVIRONMENT_FILE, {**told, _PYTHON: sys.executable})
 
 
 def script_environment(run: RunDirectory, environ: Mapping[str, str]) -> dict[str, str]:
     """What the script of the run's job was told of it; nothing outside of that job."""
-    told: dict[str, str] = {}
-    with suppress(OSError, ValueError):
-        told = dict(json.loads((run.path / ENVIRONMENT_FILE).read_bytes()))
+    told = _noted(run)
+    told.pop(_PYTHON, None)
     ids = [value for name, value in told.items() if name.startswith("SLURM_JOB_ID")]
     return told if environ.get("SLURM_JOB_ID") in ids else {}
+
+
+def _noted(run: RunDirectory) -> dict[str, str]:
+    with suppress(OSError, ValueError):
+        return dict(json.loads((run.path / ENVIRONMENT_FILE).read_bytes()))
+    return {}
+
+
+def _hosts_python(run: RunDirectory, cluster: ClusterSection) -> list[str]:
+    noted = _noted(run).get(_PYTHON)
+    return [noted, "-P"] if noted and not cluster.slurm.python else python_words(cluster)
 
 
 # ---- another coordinator
@@ -95,7 +108,7 @@ def begin_coordinator(run_directory: Path, attempt: int) -> bool:
     step = srun_words(here, name, [node], accelerated=False)
     command = Command(
         f"srun of step {name}",
-        [*step, *python_words(config.cluster), "-u", "-m", *_COORDINATE, str(run)],
+        [*step, *_hosts_python(run, config.cluster), "-u", "-m", *_COORDINATE, str(run)],
         orphan_signal=None,
         environment={**clean_environment(os.environ), STEP_VARIABLE: name},
         log=run.path / "logs" / f"srun-{name.removeprefix('liver-')}.log",

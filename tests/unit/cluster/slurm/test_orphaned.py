@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -217,6 +219,22 @@ def test_the_first_agent_that_misses_the_coordinator_has_another_one_begin(
     claim_epoch(het.path)
     assert begin_coordinator(het.path, 1)  # that one is gone, too
     claim_epoch(het.path)
+
+
+def test_it_begins_by_the_hosts_python(
+    het: RunDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An agent in an image has another one, at a path that the host may lack."""
+    file = het.path / orphaned.ENVIRONMENT_FILE
+    noted = json.loads(file.read_bytes())
+    assert noted["LIVER_PYTHON"] == sys.executable
+    file.write_text(json.dumps({**noted, "LIVER_PYTHON": "/host/python"}))
+    told = on_node(monkeypatch, tmp_path, "n9")
+    assert begin_coordinator(het.path, 1)
+    _await(told)
+    claim_epoch(het.path)
+    words = told.read_text().split()
+    assert words[words.index("-u") - 2 :][:2] == ["/host/python", "-P"]
 
 
 def _await(path: Path) -> None:
