@@ -145,6 +145,7 @@ def test_a_python_that_is_not_on_the_nodes(
     assert_nothing_left(slurm_cluster, runs)
 
 
+@pytest.mark.long
 def test_nodes_that_are_not_granted(slurm_cluster: SlurmCluster, runs: Path) -> None:
     slurm_cluster.run("salloc", "--no-shell", "--nodes=3", "--partition=stable")
     report = examined(
@@ -186,6 +187,7 @@ def unhealthy_cluster(slurm_cluster: SlurmCluster, tmp_path: Path) -> Iterator[S
     cluster.testbed("down")
 
 
+@pytest.mark.long
 def test_a_broken_munge(unhealthy_cluster: SlurmCluster, tmp_path: Path) -> None:
     cluster, runs = unhealthy_cluster, tmp_path / "runs"
     words = ("--nodes", "1", "--runs-directory", str(runs))

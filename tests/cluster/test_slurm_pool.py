@@ -277,6 +277,7 @@ def test_a_killed_coordinator_leaves_neither_pending_nor_running_jobs(
     no_jobs_left(run)
 
 
+@pytest.mark.long
 def test_a_keeper_without_a_guard_ends_with_the_coordinator(run: DrivenRun) -> None:
     """As when the whole job of the coordinator is ended, and the guard in it."""
     run.ask("want", 1)

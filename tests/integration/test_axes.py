@@ -58,6 +58,7 @@ def test_dropout_masks_follow_the_sample_but_within_tensor_parallel_regions(
     assert all(value < 1e-5 for value in found.values()), found
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_dropout_masks_are_the_same_with_sequence_parallelism(tmp_path: Path) -> None:
     """And where the share of a sequence that a rank has is another one, or is computed again."""

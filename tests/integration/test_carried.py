@@ -76,6 +76,7 @@ def test_gradients_in_bf16(tmp_path: Path) -> None:
     assert apart(*courses(GRADIENTS_IN_BF16, tmp_path)) < 5e-3
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_learning_rate_of_embeddings_alone(tmp_path: Path) -> None:
     """Those of the last stage are a copy, of which the first stage's must stay the same."""

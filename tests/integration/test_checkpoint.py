@@ -248,6 +248,7 @@ def test_a_worker_lost_while_it_writes_costs_that_checkpoint_and_no_restart(
     assert "restarts after step" not in log
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("unhurried_steps")
 def test_a_disk_that_is_full_costs_the_checkpoint_and_not_the_run(
     tmp_path: Path, quiet: RunRecords, monkeypatch: pytest.MonkeyPatch

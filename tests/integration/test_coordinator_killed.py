@@ -131,6 +131,7 @@ def test_one_that_stands_still_and_wakes_leaves_all_to_the_one_that_has_taken_ov
         other.kill()
 
 
+@pytest.mark.long
 def test_one_that_stands_still_for_ever_is_followed_by_another_one(
     tmp_path: Path, quiet: RunRecords
 ) -> None:

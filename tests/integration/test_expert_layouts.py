@@ -280,7 +280,7 @@ def trained(recipe: Any, device: Any, steps: int) -> list[tuple[float, float]]:
 
 def test_a_rehearsal_beside_training_does_not_scale_its_auxiliary_losses(device: Any) -> None:
     """It has fewer micro-batches; training's results are those of a quiet run, bit for bit."""
-    steps = 4
+    steps = 3
     recipe, other = gpt(model(**AUX, **BIAS)), gpt(model(**AUX, **BIAS))
     quiet = trained(recipe, device, steps)
     other.spec = derived(other, "pp2 dp2 ep2", "dp1")
@@ -297,11 +297,11 @@ def test_a_rehearsal_beside_training_does_not_scale_its_auxiliary_losses(device:
     thread = threading.Thread(target=rehearse)
     thread.start()
     try:
-        beside = [trained(recipe, device, steps) for _ in range(2)]
+        beside = trained(recipe, device, steps)
     finally:
         stop.set()
         thread.join(60)
-    assert beside == [quiet] * 2
+    assert beside == quiet
     assert rehearsed
 
 

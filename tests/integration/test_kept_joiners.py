@@ -33,6 +33,7 @@ def called_off(times: int, *spares: int) -> Callable[[StatusSnapshot], bool]:
     return lambda status: status.handoffs_aborted == times and status.spares == spares
 
 
+@pytest.mark.long
 def test_joiners_of_a_handoff_that_was_called_off_join_by_the_next_one(
     tmp_path: Path, quiet: RunRecords, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["tied", pytest.param("untied", marks=pytest.mark.long), "experts"]
+)
 def test_what_is_predicted_further_counts_the_same_in_every_layout(
     name: str, tmp_path: Path
 ) -> None:

@@ -133,6 +133,7 @@ def test_a_source_worker_that_is_killed_in_a_handoff_costs_that_and_a_step(
     assert "1" in records.recoveries[0].lost.split(",")
 
 
+@pytest.mark.long
 def test_a_leaver_that_has_gone_back_when_a_source_worker_is_killed_still_gives_what_it_has(
     tmp_path: Path, quiet: RunRecords, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +175,7 @@ def test_a_loss_in_a_run_that_is_about_to_save_is_made_good_before_it_stops(tmp_
     assert outcome.step >= recovery.step
 
 
+@pytest.mark.long
 def test_a_worker_whose_data_does_not_come_is_named_and_gone_on_without(
     tmp_path: Path, quiet: RunRecords
 ) -> None:
@@ -193,6 +195,7 @@ def test_a_worker_whose_data_does_not_come_is_named_and_gone_on_without(
     assert " in read" in held_up["text"]  # what is read ahead of it
 
 
+@pytest.mark.long
 def test_connections_to_a_partner_that_break_are_made_again(
     tmp_path: Path, quiet: RunRecords, monkeypatch: pytest.MonkeyPatch
 ) -> None:

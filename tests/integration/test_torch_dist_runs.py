@@ -171,6 +171,7 @@ def test_a_schedule_that_is_behind_stays_so_across_a_handoff(
     assert newest.index.scalars.unscheduled_samples == skipped
 
 
+@pytest.mark.long
 def test_another_run_begins_with_the_weights_alone(copied: RunDirectory, tmp_path: Path) -> None:
     """At step 0, in another layout; and goes on from a checkpoint of its own."""
     section = {"weights": copied.path / "checkpoints", **SAVING}

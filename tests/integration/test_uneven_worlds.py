@@ -40,6 +40,7 @@ def check_equal(layouts: list[str], tmp_path: Path, global_batch: int, **model: 
             assert apart(answer[number], wanted) <= EQUAL, layout
 
 
+@pytest.mark.long
 def test_seven_of_eight_workers_train_as_eight_do(tmp_path: Path) -> None:
     """Eight micro-batches: one of the seven workers computes two of them."""
     check_equal(["dp8", "dp7", "dp1"], tmp_path, 8)

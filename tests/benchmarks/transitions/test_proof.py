@@ -70,6 +70,7 @@ def test_a_counter_that_is_in_no_tensor_is_missed_by_the_steps_after(tmp_path: P
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.long
 def test_a_worker_that_dies_ends_the_proof(tmp_path: Path) -> None:
     with pytest.raises(LiverError, match=r"move the state from source to target .*code 9"):
         proof_with(a_death, tmp_path)
