@@ -192,9 +192,10 @@ class Step:
             agent.has_ended(self._ends.get(node, code))
 
     def _await_adopted(self) -> None:
+        """A controller that does not answer says nothing: who is not to be killed goes on."""
         pause = threading.Event()
         unheard = Deadline.after(SystemClock(), self._unreachable_s, "the controller")
-        while not unheard.expired():
+        while not (self._all_doomed.is_set() and unheard.expired()):
             try:
                 if not self._steps():
                     return

@@ -45,13 +45,18 @@ Begin = Callable[..., Step]
 @pytest.fixture
 def step(tmp_path: Path) -> Iterator[Begin]:
     """Of agents a1, a2 and a3 on n1, n2 and n3: its srun says something, and goes on."""
-    ended = tmp_path / "ended"
+    ended, silent = tmp_path / "ended", tmp_path / "silent"
 
     def answer(words: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str]:
         done = subprocess.CompletedProcess(list(words), 0, "", "")
+        if silent.exists():
+            said_to_slurm.append(words)
+            return subprocess.CompletedProcess(list(words), 1, "", "Socket timed out")
         return done if ended.exists() else played(words, limit_s)
 
-    def begin(said: str, start: bool = True, leads: bool = False) -> Step:
+    def begin(
+        said: str, start: bool = True, leads: bool = False, unreachable_s: float = 5.0
+    ) -> Step:
         script = f"trap 'echo forced' TERM; echo '{said}'; "
         script += f"while ! test -e {ended}; do sleep 0.1; done"
         command = Command("srun", ["sh", "-c", script], log=tmp_path / "srun.log")
@@ -65,7 +70,7 @@ def step(tmp_path: Path) -> Iterator[Begin]:
             lambda nodes: ["look", *nodes],
             leads,
         )
-        made = Step(plan, Squeue(SlurmCommands(1.0, 0.0, run=answer), 1.0), 5.0)
+        made = Step(plan, Squeue(SlurmCommands(1.0, 0.0, run=answer), 1.0), unreachable_s)
         if start:
             made.start()
         return made
@@ -106,6 +111,24 @@ def test_a_step_that_was_left_and_that_no_thread_can_keep_is_not_taken_for_kept(
             with pytest.raises(LiverError, match="can't start new thread"):
                 agent.adopt("", 0)
     assert agents["a1"].adopt("", 0)
+
+
+def test_what_was_left_is_not_taken_for_ended_while_the_controller_does_not_answer(
+    step: Begin, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """However long that is: nothing changes. Nor after this process has stood still for as long."""
+    monkeypatch.setattr("liver_hpc.cluster.slurm.step._ADOPTED_LOOK_S", 0.02)
+    silent, said_before = tmp_path / "silent", len(said_to_slurm)
+    silent.touch()
+    agents = step("", start=False, unreachable_s=0.1).agents
+    assert agents["a1"].adopt("", 0)
+    deadline = Deadline.after(SystemClock(), LIMIT_S, "questions to Slurm")
+    poll_until(lambda: len(said_to_slurm) >= said_before + 20, deadline)
+    assert [agent.exit_code for agent in agents.values()] == [None] * 3
+    silent.unlink()
+    (tmp_path / "ended").touch()
+    poll_until(lambda: agents["a1"].exit_code is not None, deadline)
+    assert agents["a1"].exit_code == KILLED
 
 
 def test_an_agent_for_whose_kill_there_is_no_thread_is_killed_later(
