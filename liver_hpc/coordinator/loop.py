@@ -326,6 +326,7 @@ class Coordinator:
         event = self._inbox.get(TICK_S)
         stood_still = self._clock.now_s() - self._last_tick_s > FROZEN_S
         if stood_still:
+            self._check_epoch()
             self._wake()  # before anything comes of what was heard
         if event is not None:
             self._dispatch(event)
@@ -337,7 +338,6 @@ class Coordinator:
     def _wake(self) -> None:
         """It was this process that stood still (a suspended machine, a slow disk): what was sent
         meanwhile has not been read yet, and no deadline has passed before it is."""
-        self._check_epoch()
         self._feed(e.StoodStill(self._last_tick_s))
         self._registry.excuse_all()
         self._agents.excuse_all()
@@ -381,8 +381,13 @@ class Coordinator:
                 self._feed(event)
 
     def _tick(self) -> None:
-        now_s = self._last_tick_s = self._clock.now_s()
-        if self._look_at_epoch():
+        looked = self._look_at_epoch()
+        now_s = self._clock.now_s()
+        if now_s - self._last_tick_s > FROZEN_S:  # a disk was slow, this one or that of a dispatch
+            self._wake()
+            return
+        self._last_tick_s = now_s
+        if looked:
             self._note_agents_words(now_s)
             self._registry.tell_what_is_safe()
         self._store.expire()
@@ -398,11 +403,10 @@ class Coordinator:
 
     def _look_at_epoch(self) -> bool:
         """Whether it was time to. Raises Superseded."""
-        now_s = self._clock.now_s()
-        if now_s < self._next_epoch_s:
+        if self._clock.now_s() < self._next_epoch_s:
             return False
-        self._next_epoch_s = now_s + SHOWN_EVERY_S
         self._check_epoch()
+        self._next_epoch_s = self._clock.now_s() + SHOWN_EVERY_S
         return True
 
     def _check_epoch(self) -> None:

@@ -181,6 +181,27 @@ def test_no_deadline_passes_while_the_coordinator_stands_still(make: Start) -> N
     assert run.record(0).outcome == "completed"
 
 
+@pytest.mark.parametrize("where", ["_check_epoch", "_dispatch"])
+def test_no_deadline_passes_while_a_file_system_does_not_answer(make: Start, where: str) -> None:
+    run = held_in_prepare(make)
+    clock, do = run.coordinator._clock, getattr(run.coordinator, where)
+    assert isinstance(clock, SystemClock)
+
+    def do_slowly(*told: object) -> None:
+        setattr(run.coordinator, where, do)
+        do(*told)
+        clock._offset_s += 10_000.0
+
+    setattr(run.coordinator, where, do_slowly)
+    run.status()
+    run.until(lambda: "stood_still" in str(run.metrics.entries), "it to wake")
+    run.status()
+    run.status()  # some turns later
+    let_go(run)
+    run.cluster.train(2)
+    assert run.record(0).outcome == "completed"
+
+
 def test_a_worker_lost_between_handoffs_fails_the_run(make: Start) -> None:
     run = make()
     run.cluster.workers[1].channel.close()
