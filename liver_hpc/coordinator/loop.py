@@ -196,6 +196,7 @@ class Coordinator:
 
     def _open(self, stack: ExitStack) -> None:
         services, control_s = self._services, self._config.deadlines.control_s
+        self._check_epoch()  # another one may have the run since this one read, or ended a start
         # Called from the last to the first: nodes go back once nothing runs on them any more.
         for close in (
             lambda: self._journal.close(control_s),

@@ -19,6 +19,7 @@ from liver_hpc.protocol.attempt import Phase
 from liver_hpc.rendezvous.base import Identity
 from liver_hpc.rendezvous.channel import ChannelClosed, connect
 from liver_hpc.run.directory import RunDirectory
+from liver_hpc.run.epoch import Superseded, claim_epoch
 from liver_hpc.run.events import (
     CheckpointWritten,
     EndNear,
@@ -47,6 +48,19 @@ def test_a_run_from_its_first_to_its_last_step(make: Start) -> None:
     assert [(s.step, s.phase) for s in run.metrics.steps] == [(0, "first"), (1, ""), (2, "")]
     assert run.cluster.got(0, m.Exit)
     assert run.cluster.got(1, m.Exit)
+
+
+def test_one_that_another_has_followed_before_it_listens_leaves_all_as_it_is(make: Start) -> None:
+    """It read a journal for long, or ended a start: the address is the other one's by now."""
+    run = make(begin=False)
+    next_one = claim_epoch(run.directory)
+    address = run.directory / "coordinator.json"
+    address.write_text("the next one's")
+    with pytest.raises(Superseded):
+        run.coordinator.run()
+    assert next_one.number == 2
+    assert address.read_text() == "the next one's"
+    assert run.metrics.entries == []
 
 
 @pytest.mark.parametrize("finished", [False, True])
