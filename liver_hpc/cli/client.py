@@ -8,7 +8,7 @@ from contextlib import closing, suppress
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.slurm.commands import ControllerUnreachable, SlurmError
-from liver_hpc.cluster.slurm.replies import RUNNING, JobInfo
+from liver_hpc.cluster.slurm.replies import RUNNING, SUSPENDED, JobInfo
 from liver_hpc.cluster.slurm.run_job import (
     JOB_POLL_S,
     OwnJob,
@@ -316,6 +316,8 @@ def _silence(run: RunDirectory) -> LiverError:
         return LiverError(f"run {run}: its coordinator does not answer, and Slurm neither: {error}")
     if info is not None and (info.queued or (address is None and job is not None)):
         return RunWaits(run, info)
+    if info is not None and info.state == SUSPENDED:
+        return LiverError(f"run {run}: {info}, and so is its coordinator")
     is_over = asked is not None and info is None
     if address is None and is_over:
         return gone(run, asked)

@@ -446,6 +446,21 @@ def test_run_whose_coordinator_is_behind_a_firewall(
         client.Watch(elsewhere).snapshot()
 
 
+def test_a_run_whose_job_is_suspended_is_not_said_to_end(
+    elsewhere: RunDirectory, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel takes the connection, and nobody the words."""
+
+    def times_out(*_: object) -> NoReturn:
+        raise DeadlineError("waited 10 s for the coordinator: timed out before its proof")
+
+    monkeypatch.setattr(client, "_open", times_out)
+    (tmp_path / "squeue").write_text("#!/bin/sh\necho '77|77|SUSPENDED|None|N/A|n1|demo'\n")
+    for command in ("status", "stop"):
+        assert liver(command, "latest") == 1
+        assert "job 77 is SUSPENDED on n1, and so is its coordinator" in capsys.readouterr().err
+
+
 def test_a_coordinator_whose_node_is_gone_keeps_no_job_in_the_queue(
     elsewhere: RunDirectory, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
