@@ -33,8 +33,9 @@ _SAME_S = 1.5
 """Slurm's times are whole seconds; ends closer together than this are one."""
 _CUT_S = 60.0
 """An end that was moved, and a SIGTERM, are of one preemption if no more time is between them."""
-_DRAINED_FLAGS = {"drain", "draining", "drained", "drng", "fail", "failing", "failg", "power_down"}
-"""Jobs that are there go on, also on a node that was set to FAIL, or is to be switched off."""
+_DRAINED_FLAGS = {"drain", "draining", "drained", "drng", "fail", "failing", "failg"}
+"""Jobs that are there go on, also on a node that was set to FAIL. "power_down" is none of these: it
+waits for their end, and each node of a partition with PowerDownOnIdle has it."""
 _DOWN_FLAGS = {"down", "powering_down", "powered_down"}
 
 

@@ -235,6 +235,12 @@ def test_a_node_whose_jobs_go_on_is_left_live(held: Holdings, state: str) -> Non
     assert held.observe_nodes({"n2": state}, 1_000.0) == warned("n2", "drained", 1_000.0, None)
 
 
+def test_a_node_that_is_switched_off_once_its_jobs_have_ended_stays(held: Holdings) -> None:
+    """With PowerDownOnIdle, as in Google's Cluster Toolkit by default, that is each node of a job
+    from its start on."""
+    assert held.observe_nodes({"n2": "allocated+cloud+power_down"}, 1_000.0) == []
+
+
 @pytest.mark.parametrize("state", ["down*", "powering_down", "powered_down"])
 def test_a_node_without_jobs_is_gone(held: Holdings, state: str) -> None:
     assert held.observe_nodes({"n2": state}, 1.0) == [NodeGone("n2", f"Slurm says {state}")]
