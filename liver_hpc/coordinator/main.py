@@ -176,15 +176,17 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
         over = None if again else _told(journal, _ended, patience_s)
         if over is not None:
             return over
-        memory = _told(journal, _memory, patience_s) or Memory()
-        # It reads the journal, which must be one that can be gone on with.
-        watched = stack.enter_context(tracked(config, directory, control.note))
-        services = watched(build(config, directory, secret))
+        services = build(config, directory, secret)
         find = partial(_left, partial(new_core, config, services), _here(directory))
         left = None if gone else _told(journal, find, patience_s)
         if left is not None and again and config.cluster.kind == "local":
             left = left if lives_here(directory, left.nodes) else None
-        coordinator = Coordinator(config, epoch, secret, services, control, left or memory)
+        # Whoever trains on waits for what is read: what all starts have left, only without any.
+        before = left or _told(journal, _memory, patience_s) or Memory()
+        # It reads the journal, which must be one that can be gone on with.
+        watched = stack.enter_context(tracked(config, directory, control.note))
+        services = watched(services)
+        coordinator = Coordinator(config, epoch, secret, services, control, before)
         (directory / AGAIN_FILE).unlink(missing_ok=True)
     while True:
         begins.close()  # from now on it shows itself

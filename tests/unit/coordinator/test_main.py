@@ -27,6 +27,7 @@ from liver_hpc.coordinator import main as module
 from liver_hpc.coordinator.connections import Control
 from liver_hpc.coordinator.main import run_coordinator
 from liver_hpc.coordinator.performer import Services
+from liver_hpc.coordinator.takeover import Left
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.host.child import mark_of
 from liver_hpc.protocol import messages as m
@@ -400,6 +401,25 @@ def test_one_that_reads_for_long_shows_that_it_lives(
     (tmp_path / "journal.jsonl").touch()
     assert _stopped_at_once(tmp_path).state == "stopped"
     assert signs[0] != signs[1]
+
+
+def test_who_takes_over_reads_no_other_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers wait for it, for so long and no longer."""
+    _write_run(tmp_path)
+    (tmp_path / "journal.jsonl").touch()
+    left, ends, told = Left(cast(Any, None)), Ends(Outcome("stopped", "", 7)), list[Any]()
+
+    def coordinator(*parts: Any) -> Ends:
+        told.append(parts[-1])
+        return ends
+
+    monkeypatch.setattr(module, "_left", lambda *_: left)
+    monkeypatch.setattr(module, "_memory", lambda _: pytest.fail("all starts are read"))
+    monkeypatch.setattr(module, "Coordinator", coordinator)
+    assert _run(tmp_path).step == 7
+    assert told == [left]
 
 
 def test_a_damaged_journal_is_kept_and_the_run_goes_on(tmp_path: Path) -> None:
