@@ -25,7 +25,7 @@ from liver_hpc.rendezvous.channel import (
     connect,
 )
 from liver_hpc.run.directory import CoordinatorAddress, RunDirectory
-from liver_hpc.run.epoch import MISSED_AFTER, last_sign
+from liver_hpc.run.epoch import MISSED_AFTER, last_sign, plays_within_s
 
 LOOK_S = 5.0
 """So often who hears nothing looks whether there is another coordinator."""
@@ -110,7 +110,7 @@ class Line:
 
     was_open: whether a coordinator has ever answered. call: what a connection begins with, but for
     the numbers. limits: it goes on for `coordinator_s` without a coordinator, and for `boot_s`
-    longer while another one begins, which shows that it lives. missed: is told after each third of
+    longer while another one begins, which shows that it lives, and for what a long journal takes. missed: is told after each third of
     `coordinator_s` without a sign of life of one in the run's directory; how often it was.
     """
 
@@ -277,7 +277,8 @@ class Line:
         """Who refuses has proved nothing: after a coordinator's death its port may be anybody's."""
         limits, coordinator_s = self._limits, self._limits.coordinator_s
         limit = Deadline.after(self._clock, coordinator_s, "a coordinator")
-        longest = Deadline.after(self._clock, limits.successor_s, limit.waits_for)
+        longest_s = limits.successor_s + plays_within_s(self._run.path)
+        longest = Deadline.after(self._clock, longest_s, limit.waits_for)
         patience_s = coordinator_s * MISSED_AFTER
         patience, missed = Deadline.after(self._clock, patience_s, "a sign"), 0
         try_s, sign, why = max(patience_s / 2, LOOK_S), last_sign(self._run.path), lost

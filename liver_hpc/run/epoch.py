@@ -20,11 +20,14 @@ from pathlib import Path
 
 from liver_hpc.errors import LiverError
 from liver_hpc.host.process import quiet_thread
+from liver_hpc.run.entries import JOURNAL_FILE
 
 EPOCHS = "coordinators"
 SHOWN_EVERY_S = 1.0
 MISSED_AFTER = 1 / 3
 """Of the time that a run goes on without a coordinator: then somebody is to see to another one."""
+PLAYED_BYTES_PER_S = 4e6
+"""At least so much of a journal does one that takes over read, and play, in a second."""
 
 
 class Superseded(LiverError):
@@ -78,6 +81,14 @@ class Epoch:
             yield
         finally:
             over.set()
+
+
+def plays_within_s(run_directory: Path) -> float:
+    """How long one that takes over may be at what the last one has left, beside its boot."""
+    try:
+        return (run_directory / JOURNAL_FILE).stat().st_size / PLAYED_BYTES_PER_S
+    except OSError:
+        return 0.0
 
 
 def last_sign(run_directory: Path) -> tuple[int, int] | None:

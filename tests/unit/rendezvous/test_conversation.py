@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import random
 import shutil
@@ -390,22 +391,28 @@ def test_a_coordinator_that_shows_is_not_gone(run: RunDirectory, lives: bool) ->
     assert "waited 1.5 s for a coordinator" in called.how
 
 
-@pytest.mark.parametrize("boot_s", [10.0, 1.0], ids=["in time", "too late"])
+@pytest.mark.parametrize(
+    ("boot_s", "journal_mb"),
+    [(10.0, 0), (1.0, 0), (1.0, 40)],
+    ids=["in time", "too late", "in time for what it reads"],
+)
 def test_one_that_begins_is_waited_for(
-    run: RunDirectory, boot_s: float, monkeypatch: pytest.MonkeyPatch
+    run: RunDirectory, boot_s: float, journal_mb: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It reads what the last one has left, however long that has been running."""
     monkeypatch.setattr("liver_hpc.run.epoch.SHOWN_EVERY_S", 0.1)
     missed: list[int] = []
     claim_epoch(run.path)
+    (run.path / "journal.jsonl").touch()
+    os.truncate(run.path / "journal.jsonl", journal_mb * 10**6)
     called, gone = Called(run, coordinator_s=1.2, boot_s=boot_s), Coordinator(run, 1)
     called.line.missed = missed.append
     called.open(gone)
     gone.calls.get(timeout=LIMIT_S)
     gone.server.close()
     with claim_epoch(run.path).shown():
-        assert called.ended.wait(3.5) == (boot_s == 1.0)
-    if boot_s > 1.0:
+        assert called.ended.wait(3.5) == (boot_s == 1.0 and not journal_mb)
+    if boot_s > 1.0 or journal_mb:
         following = Coordinator(run, 2)
         following.calls.get(timeout=LIMIT_S)
         called.line.close()
