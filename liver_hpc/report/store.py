@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,9 +68,10 @@ def read_journal(path: Path) -> RunRecords:
 
 
 class RecordsFold:
-    """A run's records, entry by entry of its journal."""
+    """A run's records, entry by entry of its journal. leaves_out: tables that stay empty."""
 
-    def __init__(self) -> None:
+    def __init__(self, leaves_out: Collection[str] = ()) -> None:
+        self._tables = TABLES.keys() - leaves_out
         self._records = RunRecords([], [], [], {})
         self.held = HoldingsFold()
         self._attempt: dict[str, Any] | None = None  # that has begun, and is not recorded
@@ -89,7 +90,8 @@ class RecordsFold:
             kind = event["type"]
             if kind == STEP_DONE:
                 records.steps.append(_step(event, entry.actions))
-                records.metrics.extend(_metrics(event))
+                if "metrics" in self._tables:
+                    records.metrics.extend(_metrics(event))
             elif kind == "node_warned":
                 self._node_warned(event)
             elif kind == COORDINATOR_STARTED:
@@ -97,7 +99,7 @@ class RecordsFold:
                 records.attributes.clear()
                 records.attributes.update(event["attributes"])
             for action in entry.actions:
-                if action["type"] in RECORDS and (name := action["table"]) in TABLES:
+                if action["type"] in RECORDS and (name := action["table"]) in self._tables:
                     rows = (record_of(TABLES[name], row) for row in rows_of(action))
                     getattr(records, name).extend(rows)
                     self._recorded(name, action)

@@ -14,15 +14,17 @@ from liver_hpc.tracking.base import LOSS, Mark, Point
 
 RECIPES = "metrics/"
 """Before the name of each metric of the recipe."""
+UNTOLD = ("metrics", "traffic", "worker_phases", "crossings")
+"""Tables of which no tracker is told anything. Of a thousand workers each handoff has megabytes."""
 
 
 class Course:
-    """fold: what is recorded so far. step: how many steps are done. place: of the last one on an
-    axis that only goes forward: its number, or behind the one before where steps are done again.
-    workers: of the world that trains, 0 while none does."""
+    """fold: what is recorded so far, but for `UNTOLD`. step: how many steps are done. place: of the
+    last one on an axis that only goes forward: its number, or behind the one before where steps are
+    done again. workers: of the world that trains, 0 while none does."""
 
     def __init__(self) -> None:
-        self.fold = RecordsFold()
+        self.fold = RecordsFold(leaves_out=UNTOLD)
         self.step = 0
         self.place = 0
         self.workers = 0

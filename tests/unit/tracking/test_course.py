@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from liver_hpc.errors import ConfigError
+from liver_hpc.report.derive import run_figures
+from liver_hpc.run.entries import read_entries
 from liver_hpc.tracking.base import Mark, Point
-from liver_hpc.tracking.course import Course
+from liver_hpc.tracking.course import UNTOLD, Course
+from tests.unit.report.journals import write_journal
 from tests.unit.report.rows import reconfiguration, recovery
+from tests.unit.report.run_of_everything import everything
 from tests.unit.tracking.told import STARTED, entries, step_done
 
 BEGIN = {
@@ -137,3 +142,14 @@ def test_handoffs_resumes_takeovers_and_the_end_are_marked() -> None:
 def test_an_entry_that_lacks_a_field_is_told() -> None:
     with pytest.raises(ConfigError, match="entry 1: 'epoch'"):
         course_of(STARTED, {"type": "took_over"})
+
+
+def test_what_no_tracker_is_told_of_is_not_kept(tmp_path: Path) -> None:
+    """The process lives beside workers for as long as the run does."""
+    course, records = Course(), everything()
+    for entry in read_entries(write_journal(tmp_path, records)):
+        _ = [*course.take(entry)]
+    kept = course.fold.records
+    assert all(getattr(records, name) and not getattr(kept, name) for name in UNTOLD)
+    found, wanted = (replace(run_figures(each), reconfigurations=()) for each in (kept, records))
+    assert repr(found) == repr(wanted)
