@@ -74,9 +74,10 @@ class NoDraws(TorchFunctionMode):
         return made
 
     def _instead(self, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, torch.nn.Parameter):
-            return tensor
         self.undrawn = True
+        if isinstance(tensor, torch.nn.Parameter):
+            tensor.undrawn = True  # type: ignore[attr-defined]
+            return tensor
         _mark(tensor, tensor._base)
         return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
 

@@ -91,10 +91,11 @@ def refuse_dtypes(module: Any) -> None:
 
 def refuse_undrawn(module: torch.nn.Module) -> None:
     """Raises PlanError for buffers, and for tensors in attributes, of which values were to be drawn
-    as the module was built, or come of such. Parameters are filled later."""
+    as the module was built, or come of such, parameters among them, which are filled later. What
+    has a graph is computed again in each forward, as by `weight_norm`."""
     for path, part in module.named_modules():
         for name, value in {**part._buffers, **vars(part)}.items():
-            if not isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.Tensor) or value.grad_fn is not None:
                 continue
             if is_undrawn(value) or (not value.is_meta and value.isnan().any()):
                 where = f"{path}.{name}".lstrip(".")

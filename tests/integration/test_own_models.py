@@ -280,6 +280,23 @@ def test_an_attribute_that_workers_would_draw_otherwise_is_refused(device: Any) 
         derived(Toy(parts), "dp1")
 
 
+def test_a_buffer_of_a_parameter_that_is_filled_later_is_refused(device: Any) -> None:
+    """As the shadows of an average of weights: it would begin with what lay in memory."""
+
+    def parts(fill: Callable[[torch.Tensor], Any]) -> Toy:
+        def of(_: BuildContext) -> dict[str, Any]:
+            body = linear()
+            fill(body.weight)
+            body.register_buffer("shadow", body.weight.clone().detach().data)
+            return {"body": body}
+
+        return Toy(of)
+
+    assert not derived(parts(torch.nn.init.ones_), "tp1").refused
+    with pytest.raises(PlanError, match=r"body\.shadow is drawn at random .*, or computed of what"):
+        derived(parts(torch.nn.init.normal_), "tp1")
+
+
 def test_a_model_that_reads_values_as_it_is_built_is_told_what_to_do(device: Any) -> None:
     for rates in (
         lambda: [rate.item() for rate in torch.linspace(0, 0.1, 4)],
