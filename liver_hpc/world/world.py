@@ -201,17 +201,42 @@ class World:
 
     def _rehearse(self, micro_batches: int) -> None:
         with buffers.kept(self.chunks):
+            filled = []
             with torch.no_grad():  # may be NaN as yet, and a model may look at what it computes
                 for parameter in itertools.chain(*(chunk.parameters() for chunk in self.chunks)):
                     parameter.fill_(1 / max([1, *parameter.shape[1:]]))
+                    first = parameter.flatten()[:1].clone()
+                    filled.append((parameter, first, parameter._version, parameter.data_ptr()))
             with thread.rehearsal(), dropout.no_dropout(self.chunks):
                 self.forward_backward(0, most=micro_batches)
+                self._refuse_written(filled)
                 self.update(0)
             clear_caches(self.chunks)
             megatron.begin_again(self.chunks)
             self.renew_untrained()  # raises where a step leaves other buffers than it found
             self._clear_gradients()
         self.renew_untrained()
+
+    def _refuse_written(self, filled: Sequence[tuple[Any, torch.Tensor, int, int]]) -> None:
+        """Raises PlanError by name for parameters that a forward has written to. filled: each with
+        the number in it, its version and its memory as it was filled.
+
+        A replica would do so to its own copy, from its own samples, and the optimizer would keep of
+        it what lies in the shard that is updated there, which another layout has elsewhere; and
+        what a forward computes with is copied, or moved, beside it.
+        """
+        modules = map(megatron.as_built, self.chunks)
+        names = {id(p): name for module in modules for name, p in module.named_parameters()}
+        for parameter, first, version, memory in filled:
+            moved = parameter.data_ptr() != memory
+            if moved and not parameter.requires_grad:
+                continue  # another tensor in its place
+            written = parameter._version != version or (parameter != first).any()
+            if moved or written:
+                raise PlanError(
+                    f"a forward writes to {names[id(parameter)]}: what is trained is changed by the "
+                    "optimizer alone, what is frozen by another tensor in its place (`p.data = ...`)"
+                )
 
     def close(self, spared: frozenset[int] = frozenset()) -> None:
         """Frees memory and forgets the groups. The world must not be used any more.

@@ -453,6 +453,45 @@ def test_a_frozen_parameter_that_a_forward_replaces_is_the_one_that_is_held(devi
     world.close()
 
 
+class Writing(RandomTokenGPT):
+    """Its forward writes to a parameter, in one of the ways that scripts have."""
+
+    how = ""
+
+    def build(self, context: BuildContext) -> Any:
+        model = super().build(context)
+        model.embedding.limited = torch.nn.Embedding(4, 8, max_norm=1.0)
+        weight = model.embedding.limited.weight
+
+        def write(_module: Any, _inputs: Any) -> None:
+            if self.how == "max_norm":
+                model.embedding.limited(torch.tensor([1]))
+            elif self.how == "clamp":
+                weight.data.clamp_(-0.01, 0.01)
+            elif self.how == "average":
+                with torch.no_grad():
+                    weight.mul_(0.9).add_(weight, alpha=0.1)
+
+        weight.requires_grad_(self.how != "average")
+        model.embedding.register_forward_pre_hook(write)
+        return model
+
+
+@pytest.mark.parametrize("how", ["", "max_norm", "clamp", "average"])
+def test_a_forward_that_writes_to_a_parameter_is_refused_by_name(
+    how: str, device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Writing, "how", how)
+    config = tiny_config()
+    recipe = Writing(GPTConfig.model_validate(config.model), config)
+    recipe.open(Path())
+    world = build_world(recipe, device)
+    refused = pytest.raises(PlanError, match=r"a forward writes to embedding\.limited\.weight")
+    with refused if how else nullcontext():
+        world.warm_up()
+    world.close()
+
+
 class Late(RandomTokenGPT):
     """Has state of its own from its first forward on: a new buffer, one that was None, or extra."""
 
