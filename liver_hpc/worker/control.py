@@ -26,7 +26,7 @@ from liver_hpc.run.directory import RunDirectory
 from liver_hpc.worker.holder import LeftWorld
 from liver_hpc.worker.standing import main_thread_stands
 from liver_hpc.worker.trainer import Trainer
-from liver_hpc.world import megatron, rehearsed
+from liver_hpc.world import draws, megatron, rehearsed
 from liver_hpc.world.code import code_of
 from liver_hpc.world.context import FAILURES, WorkerContext
 from liver_hpc.world.device import Device, Network
@@ -172,7 +172,8 @@ class Worker:
         workers = (self._worker if rank == seat else -1 - rank for rank in range(layout.workers))
         rank_map = RankMap(layout, tuple(workers))
         world = World(self._recipe, rank_map, self._worker, generation=-1, device=self._device)
-        world.warm_up(handoff.warm_up_again)
+        with draws.only_of_torch("as it computes, or reads samples"):
+            world.warm_up(handoff.warm_up_again)
         world.close()
         self._device.return_free_memory()
 

@@ -83,15 +83,16 @@ class NoDraws(TorchFunctionMode):
 
 
 @contextmanager
-def only_of_torch() -> Iterator[None]:
-    """Encloses the building of a model in a process that does nothing beside. Raises PlanError
-    where it draws from the process's streams of numpy or Python, which no worker has alike."""
+def only_of_torch(when: str = "as it is built") -> Iterator[None]:
+    """Encloses the building of a model, or a rehearsal, in a process that does nothing beside.
+    Raises PlanError where it draws from the process's streams of numpy or Python, which no worker
+    has alike."""
     before = _other_streams()
     yield
     drawn = [name for name, stream in _other_streams().items() if stream != before[name]]
     if drawn:
         raise PlanError(
-            f"the model draws by {' and '.join(drawn)} as it is built, which would differ between "
+            f"the model draws by {' and '.join(drawn)} {when}, which would differ between "
             "workers: draw from a generator with a seed of its own, numpy.random.default_rng(5) or "
             "random.Random(5), say"
         )
@@ -134,7 +135,8 @@ def _each(values: Iterable[Any]) -> Iterator[Any]:
     return itertools.chain.from_iterable(lists)
 
 
-DRAWING = _DRAWS | _RANDOM | _RANDOM_CHOICES | {"normal"}
+DRAWING = _DRAWS | _RANDOM | _RANDOM_CHOICES | {"normal", "binomial"}
+DRAWING |= {"_standard_gamma", "_sample_dirichlet"}  # by torch.distributions
 """Functions that draw, from the generator of their device where they are given none."""
 
 

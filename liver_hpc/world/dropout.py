@@ -29,11 +29,19 @@ _SAMPLES, _LAYERS = 1_000_003, 1009
 _APART = 1_640_531_527
 """Odd, so that different seeds stay so; those of neighbours are far apart, as Megatron adds the
 tensor-parallel rank to a seed."""
-_DROPPING = frozenset({"dropout", "dropout_", "alpha_dropout", "feature_alpha_dropout"})
+_DROPPING = frozenset(
+    {"dropout", "dropout_", "alpha_dropout", "feature_alpha_dropout"}
+    | {"dropout1d", "dropout2d", "dropout3d"}
+)
+_DRAWING_INSIDE = frozenset(
+    {"gumbel_softmax", "rrelu", "fractional_max_pool2d", "fractional_max_pool3d"}
+)
+"""Functions that draw where no mode sees it."""
 _ATTENTION_RATE = 4
 """Its place among the arguments of torch's scaled_dot_product_attention."""
-_RATE = "attention_dropout"
-"""What modules of Transformer Engine's attention call theirs, where it is a number."""
+_RATES = ("attention_dropout", "dropout")
+"""What modules call theirs, where it is a number, that drop where no mode sees it: attention of
+Transformer Engine, attention and recurrent layers of torch."""
 
 
 class _Dropping(TorchFunctionMode, ABC):
@@ -96,19 +104,20 @@ def no_dropout(chunks: Iterable[Any]) -> Iterator[None]:
     seeded = any(map(_drops, chunks))
     mode = _Nothing(seeded) if seeded or not on_gpu else contextlib.nullcontext()
     rates = [
-        (part, rate)
+        (part, name, rate)
         for chunk in chunks
         for part in chunk.modules()
-        if isinstance(rate := getattr(part, _RATE, None), float)
+        for name in _RATES
+        if isinstance(rate := getattr(part, name, None), float)
     ]
-    for part, _ in rates:
-        setattr(part, _RATE, 0.0)
+    for part, name, _ in rates:
+        setattr(part, name, 0.0)
     try:
         with mode:
             yield
     finally:
-        for part, rate in rates:
-            setattr(part, _RATE, rate)
+        for part, name, rate in rates:
+            setattr(part, name, rate)
 
 
 class _Nothing(_Dropping):
@@ -153,7 +162,7 @@ class _Nothing(_Dropping):
             query_to_mask, rest = args[:_ATTENTION_RATE], args[_ATTENTION_RATE + 1 :]
             kwargs = {name: value for name, value in (kwargs or {}).items() if name != "dropout_p"}
             return function(*query_to_mask, *((0.0, *rest) if rest else ()), **kwargs)
-        if name == "gumbel_softmax":  # no mode sees what it draws
+        if name in _DRAWING_INSIDE and (kwargs or {}).get("training", name != "rrelu"):
             self._check_noise(name)
         if name in draws.DRAWING and (kwargs or {}).get("generator") is None:
             self._check_noise(name)

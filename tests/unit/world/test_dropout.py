@@ -39,6 +39,8 @@ def dropping(part: torch.nn.Module, hidden_dropout: float = 0.0) -> Any:
     "attend",
     [
         lambda s: functional.dropout(s, 0.5),
+        lambda s: functional.dropout1d(s, 0.5),
+        lambda s: functional.dropout2d(s[None], 0.5),
         lambda s: functional.scaled_dot_product_attention(s, s, s, dropout_p=0.5),
         lambda s: functional.scaled_dot_product_attention(s, s, s, None, 0.5),
         lambda s: functional.scaled_dot_product_attention(s, s, s, None, 0.5, True),
@@ -51,6 +53,24 @@ def test_nothing_is_drawn(attend: Any) -> None:
         chunk(attend(STATES))
     assert torch.equal(torch.get_rng_state(), before)
     attend(STATES)
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        torch.nn.TransformerEncoderLayer(8, 2, 8, dropout=0.5),
+        torch.nn.MultiheadAttention(8, 2, dropout=0.5),
+        torch.nn.GRU(8, 8, 2, dropout=0.5),
+    ],
+)
+def test_layers_of_torch_draw_nothing(part: Any) -> None:
+    states = (STATES,) * (3 if isinstance(part, torch.nn.MultiheadAttention) else 1)
+    before = torch.get_rng_state()
+    with no_dropout([dropping(part)]):
+        part(*states)
+    assert torch.equal(torch.get_rng_state(), before)
+    part(*states)
     assert not torch.equal(torch.get_rng_state(), before)
 
 
@@ -74,6 +94,7 @@ def test_what_attends_in_a_kernel_drops_again_afterwards() -> None:
         (lambda s: functional.dropout(s, 0.1, True), True),
         (lambda s: functional.dropout(s, p=0.1, training=True), True),
         (lambda s: functional.alpha_dropout(s, 0.1, True), True),
+        (lambda s: functional.dropout1d(s, 0.1), True),
         (lambda s: torch.dropout(s, 0.1, train=True), True),
         (lambda s: functional.scaled_dot_product_attention(s, s, s, dropout_p=0.1), True),
         (lambda s: functional.scaled_dot_product_attention(s, s, s, None, 0.1), True),
