@@ -3,7 +3,8 @@
 What a module says of itself can be wrong: one that declares an even split of a tensor in which
 several blocks lie one behind the other is another model at tp=2 than at tp=1. Only the numbers
 show it, so a few steps are trained in the smallest layout of each kind that the run has, and
-compared with those of one worker.
+compared with those of one worker. Another dp is another number of micro-batches to a rank, which a
+buffer may count, or a gradient that is not in proportion to the loss show.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from liver_hpc.report.store import read_run
 
 STEPS = 3
 WHOLE = Layout(1, 1, 1)
+TWO_REPLICAS = Layout(1, 1, 2)
 LIMITS = {4: 1e-4, 2: 2e-2}
 """How far apart values may be, relatively, by the bytes of a parameter: some ten times as much as
 another order of summation makes."""
@@ -41,14 +43,16 @@ POLL_S = 0.1
 
 def check_model(config: RunConfig, tell: Callable[[str], None]) -> bool:
     """Trains STEPS steps on this machine in the least of each of the run's layouts, in which each
-    worker's model is the same, and says how far each is from one worker's; whether all are near
-    enough.
+    worker's model is the same, and on two replicas where the run may have several, and says how far
+    each is from one worker's; whether all are near enough.
 
     Raises ConfigError for a run that cannot be run here, LiverError where one fails.
     """
     if config.layouts == AUTO:
         raise ConfigError("check-model compares the layouts that `layouts` lists, got auto")
-    whole, *others = sorted({WHOLE, *(one.least for one in config.layouts_listed)})
+    listed = config.layouts_listed
+    several = {TWO_REPLICAS for one in listed if one.dp > one.least.dp}
+    whole, *others = sorted({WHOLE, *several, *(one.least for one in listed)})
     spec = derive_spec(config)
     free_bytes = _free_bytes()
     problems = [_too_large(spec, layout, free_bytes) for layout in (whole, *others)]
