@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,8 @@ from liver_hpc.world import draws, megatron, thread
 
 _SAMPLES, _LAYERS = 1_000_003, 1009
 """Primes that keep the seeds of samples and layers apart."""
+_BEFORE = -1
+"""In the place of a layer: what a loss draws before its model goes forward."""
 _APART = 1_640_531_527
 """Odd, so that different seeds stay so; those of neighbours are far apart, as Megatron adds the
 tensor-parallel rank to a seed."""
@@ -244,12 +246,29 @@ def seed_at_layers(module: Any, seed: int, tp_rank: int, sequence_parallel: bool
 
 
 def _seed(run: int, layer: int, tp_rank: int, shares: bool, module: Any, _inputs: Any) -> None:
-    """Seeds by the micro-batch that this thread computes."""
-    micro_batch = thread.here.micro_batch
+    """Seeds by the micro-batch that this thread computes. Raises PlanError in a rehearsal where a
+    forward comes here twice: it would drop the same elements."""
+    micro_batch, entered = thread.here.micro_batch, thread.here.entered
+    if thread.here.rehearsing and entered is not None and module.training:
+        if module in entered and layer != _BEFORE:
+            raise PlanError(
+                f"{type(module).__name__} (layer {layer}) goes forward twice in a micro-batch, and "
+                "would drop the same elements both times, as masks are seeded by sample and layer: "
+                "compute both at once, one behind the other in the batch, or drop nothing"
+            )
+        entered.add(module)
     if module.training and micro_batch is not None:
         seed = run + _SAMPLES * (micro_batch.first_sample + 1)
         number = (seed * _LAYERS + layer) * _APART
         megatron.seed_dropout(number % 2**31, tp_rank, shares)
+
+
+def seed_before(chunks: Iterable[Any], seed: int, tp_rank: int) -> Callable[[Any], None] | None:
+    """What seeds the random streams for what a loss draws before it calls a chunk, which it is
+    given; None where nothing drops."""
+    if not any(map(_drops, chunks)):
+        return None
+    return lambda chunk: _seed(seed, _BEFORE, tp_rank, False, chunk, ())
 
 
 def refuse_unnumbered(chunk: Any) -> None:

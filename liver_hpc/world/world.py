@@ -129,6 +129,7 @@ class World:
             built = wrapped(recipe, seat, self.device.torch_device, self.worker, self._allocating)
             self.chunks, self.tensors, self._buffers = built
             self._per_token = self.chunks[0].config.calculate_per_token_loss
+            self._seed_before = dropout.seed_before(self.chunks, recipe.config.train.seed, at.tp)
             enter, per_token = self.device.enter, self._per_token
             self.batches = Batches(recipe, layout, at, self.groups, enter, per_token)
             with self._allocating():
@@ -376,7 +377,11 @@ class World:
         micro_batch, samples = next(micro_batches)
         thread.here.micro_batch = micro_batch
         begun = self.forward_times.begin(model)
+        if self._seed_before is not None:
+            self._seed_before(model)
+        thread.here.entered = set()
         given = self.recipe.loss(model, samples)
+        thread.here.entered = None  # what is computed again enters them again
         output, loss_function = metrics.of_forward(self.recipe, given)
         self.forward_times.end(begun)
         thread.recall_in_backward(output)

@@ -845,6 +845,45 @@ def test_noise_that_is_not_seeded_is_refused_by_the_rehearsal(
     world.close()
 
 
+class Diffusing(RandomTokenGPT):
+    """Draws noise in its loss before the model goes forward, or goes forward again behind it."""
+
+    again = False
+
+    def loss(self, model: Any, samples: Any) -> Any:
+        self.drawn.append(torch.rand(1).item())
+        output = super().loss(model, samples)
+        return super().loss(model, samples) if self.again else output
+
+
+def diffusing(again: bool = False) -> Any:
+    config = tiny_config(dropout=0.2)
+    recipe: Any = Diffusing(GPTConfig.model_validate(config.model), config)
+    recipe.open(Path())
+    recipe.again, recipe.drawn = again, []
+    return recipe
+
+
+def test_what_a_loss_draws_before_the_model_goes_forward_is_of_its_samples(device: Any) -> None:
+    """Else of those before: tensor-parallel ranks would draw apart after a handoff."""
+    recipe = diffusing()
+    world = build_world(recipe, device)
+    world.state.initialize(recipe.initial, seed=3)
+    for step in (0, 1, 1):
+        world.forward_backward(step)
+    world.close()
+    first, then, again = (recipe.drawn[begin : begin + 8] for begin in (0, 8, 16))
+    assert again == then
+    assert len({*first, *then}) == 16
+
+
+def test_a_model_that_would_drop_the_same_elements_twice_is_refused(device: Any) -> None:
+    world = build_world(diffusing(again=True), device)
+    with pytest.raises(PlanError, match=r"goes forward twice in a micro-batch"):
+        world.warm_up()
+    world.close()
+
+
 class Plainly(RandomTokenGPT):
     """Gives the loss itself, as in a plain loop; or its loss function does."""
 
