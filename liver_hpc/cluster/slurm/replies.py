@@ -19,8 +19,8 @@ SUSPENDED = "SUSPENDED"
 _HELD = "RESV_DEL_HOLD"
 """Of a job whose reservation is gone; its reason is a sentence that names the reservation."""
 _QUEUED = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", _HELD, "SPECIAL_EXIT"}
-_QUEUED |= {"EXPEDITING"}
-_LASTING = {*_QUEUED, "CONFIGURING", RUNNING, COMPLETING, SUSPENDED, "STOPPED", "SIGNALING"}
+_QUEUED |= {"EXPEDITING", "CONFIGURING"}  # its nodes boot, which may take half an hour
+_LASTING = {*_QUEUED, RUNNING, COMPLETING, SUSPENDED, "STOPPED", "SIGNALING"}
 _LASTING |= {"STAGE_OUT", "RESIZING"}
 
 # Reasons for which a request would stay pending for ever.

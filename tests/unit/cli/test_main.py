@@ -461,21 +461,26 @@ def test_a_run_whose_job_is_suspended_is_not_said_to_end(
         assert "job 77 is SUSPENDED on n1, and so is its coordinator" in capsys.readouterr().err
 
 
-def test_a_coordinator_whose_node_is_gone_keeps_no_job_in_the_queue(
-    elsewhere: RunDirectory, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("waits", ["PENDING|Resources|N/A|", "CONFIGURING|None|N/A|n1"])
+def test_a_coordinator_whose_node_is_gone_keeps_no_job_that_waits(
+    waits: str,
+    elsewhere: RunDirectory,
+    tmp_path: Path,
+    capsys: Captured,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where nobody refuses a connection, it times out."""
+    """Where nobody refuses a connection, it times out. A job's nodes may boot for half an hour."""
 
     def times_out(*_: object) -> NoReturn:
         raise DeadlineError("waited 10 s for the coordinator: timed out before its proof")
 
     monkeypatch.setattr(client, "_open", times_out)
-    answers = f"[ -e {tmp_path}/cancelled ] || echo '77|77|PENDING|Resources|N/A||demo'"
+    answers = f"[ -e {tmp_path}/cancelled ] || echo '77|77|{waits}|demo'"
     (tmp_path / "squeue").write_text(f"#!/bin/sh\n{answers}\n")
     (tmp_path / "scancel").write_text(f"#!/bin/sh\ntouch {tmp_path}/cancelled\n")
     (tmp_path / "scancel").chmod(0o755)
     assert liver("status", "latest") == 0
-    assert "queued as job 77: PENDING" in capsys.readouterr().out
+    assert f"queued as job 77: {waits.partition('|')[0]}" in capsys.readouterr().out
     assert liver("stop", "latest") == 0
     assert (tmp_path / "cancelled").exists()
 
