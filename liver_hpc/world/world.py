@@ -23,9 +23,11 @@ from megatron.core.pipeline_parallel.schedules import (
 from liver_hpc.errors import PlanError, TransferError
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.layout.ramp import samples_before, schedule_steps
+from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.protocol.messages import ScalarState
 from liver_hpc.recipes.base import BuildContext, Recipe
 from liver_hpc.transport import gloo_waits
+from liver_hpc.transport.digest import box_digest, signed
 from liver_hpc.world import (
     auxiliary,
     buffers,
@@ -110,6 +112,7 @@ class World:
         self._allocating = nullcontext if kept is None else partial(Untouched, kept)
         self.gradients_are_clear = kept is None  # as megatron allocates them
         self._looked_at = False  # what a forward has left behind
+        self._compared = False  # buffers, with those of other replicas
         self.book = GroupBook(generation, worker, device)
         try:
             self._build()
@@ -311,7 +314,9 @@ class World:
         if most is None:
             as_they_are = megatron.without_gathers(self.chunks) if gathered else nullcontext()
             with as_they_are:
-                return self._compute(self.batches.begin(step))
+                gradients = self._compute(self.batches.begin(step))
+            self._refuse_apart()
+            return gradients
         return self._compute(self.batches.of_step(step)[:most])
 
     @_in_its_groups
@@ -472,6 +477,35 @@ class World:
         for index, tensor in self.tensors.items():
             if self.recipe.spec.tensors[index].role == "frozen":
                 self.state.renew(index, tensor.data)
+
+    def _refuse_apart(self) -> None:
+        """Once in a world, before its first update. Raises PlanError by name for persistent buffers
+        that are others on other replicas, as those of a batch's statistics: after a recovery, or
+        from a checkpoint, all would have those of one. Collective over replicas."""
+        group = self.groups.dp_cp
+        if self._compared or group.size() == 1:
+            return
+        self._compared = True
+        self.renew_untrained()
+        spec = self.recipe.spec
+        boxes = [
+            (spec.tensors[index], self.state.view(PARAMETER, index, box), box)
+            for index, box in self.state.boxes(PARAMETER, "buffer")
+            if not spec.tensors[index].expert
+        ]
+        if not boxes:
+            return
+        digests = [signed(box_digest(view, tensor, box)) for tensor, view, box in boxes]
+        least, most = (torch.tensor(digests, device=self.device.torch_device) for _ in range(2))
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        differ = (least != most).tolist()
+        names = [tensor.name for (tensor, *_), other in zip(boxes, differ, strict=True) if other]
+        if names:
+            raise PlanError(
+                f"{', '.join(dict.fromkeys(names))}: a forward leaves other values on each replica, and one of "
+                "them would be moved, or gone back to: reduce them over the replicas, or keep none"
+            )
 
     def _refuse_late_state(self) -> None:
         known = {id(tensor) for tensor in self.tensors.values()}
