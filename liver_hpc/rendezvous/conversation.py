@@ -110,8 +110,9 @@ class Line:
 
     was_open: whether a coordinator has ever answered. call: what a connection begins with, but for
     the numbers. limits: it goes on for `coordinator_s` without a coordinator, and for `boot_s`
-    longer while another one begins, which shows that it lives, and for what a long journal takes. missed: is told after each third of
-    `coordinator_s` without a sign of life of one in the run's directory; how often it was.
+    longer while another one begins, which shows that it lives, and for what a long journal takes.
+    missed: is told after each third of `coordinator_s` without a sign of life of one in the run's
+    directory; how often it was.
     """
 
     def __init__(

@@ -43,7 +43,8 @@ UNREAD_S, AGAIN_S = 600.0, 2.0
 CLOSE_S = 30.0
 """So long it may live once nobody wants it any more: a tracker may have to send."""
 GOODPUT_S = 30.0
-"""So often, at the most, the goodput is derived for trackers; and at the end."""
+"""So often, at the most, the goodput is derived for trackers; and at the end, unless it takes long.
+"""
 LOCKED_S = 2 * CLOSE_S
 """So long the process before is waited for: if it lives it has ended by then."""
 
@@ -77,6 +78,7 @@ class Following:
         self._trackers: dict[str, Tracker] = {}
         self._wanted = wanted_by(config.tracking)
         self._next_s = self._clock.now_s() + GOODPUT_S
+        self._took_s = 0.0  # to derive the figures, the last time
         self._run_id = ""
 
     def figures(self) -> RunFigures:
@@ -121,10 +123,12 @@ class Following:
                 for name in [*self._trackers]:
                     self._tell(name, what)
         now_s = self._clock.now_s()
-        if self._trackers and (last or now_s >= self._next_s):
+        # At the end only where that leaves time for trackers to send.
+        if self._trackers and (self._took_s < CLOSE_S / 4 if last else now_s >= self._next_s):
             goodput = self.figures().goodput
             derived_s = self._clock.now_s()
-            self._next_s = derived_s + max(GOODPUT_S, SHARE * (derived_s - now_s))
+            self._took_s = derived_s - now_s
+            self._next_s = derived_s + max(GOODPUT_S, SHARE * self._took_s)
             if goodput == goodput:
                 point = Point(self._course.step, now_s, {"run/goodput": goodput})
                 for name in [*self._trackers]:

@@ -238,8 +238,9 @@ class World:
             written = parameter._version != version or (parameter != first).any()
             if moved or written:
                 raise PlanError(
-                    f"a forward writes to {names[id(parameter)]}: what is trained is changed by the "
-                    "optimizer alone, what is frozen by another tensor in its place (`p.data = ...`)"
+                    f"a forward writes to {names[id(parameter)]}: what is trained is changed by "
+                    "the optimizer alone, what is frozen by another tensor in its place "
+                    "(`p.data = ...`)"
                 )
 
     def close(self, spared: frozenset[int] = frozenset()) -> None:
@@ -503,8 +504,9 @@ class World:
         names = [tensor.name for (tensor, *_), other in zip(boxes, differ, strict=True) if other]
         if names:
             raise PlanError(
-                f"{', '.join(dict.fromkeys(names))}: a forward leaves other values on each replica, and one of "
-                "them would be moved, or gone back to: reduce them over the replicas, or keep none"
+                f"{', '.join(dict.fromkeys(names))}: a forward leaves other values on each "
+                "replica, and one of them would be moved, or gone back to: reduce them over the "
+                "replicas, or keep none"
             )
 
     def _refuse_late_state(self) -> None:

@@ -26,6 +26,8 @@ from liver_hpc.host.process import start_thread
 _SRUN_END_S = 5.0
 _LOOK_S = 0.25
 _ADOPTED_LOOK_S = 2.0
+_ADOPTED_ASK_S = 30.0
+"""Nobody else says that such a step has ended whose srun is gone; it may last for weeks."""
 _CREATE_S = 60.0
 _RETRY_S = 5.0
 _STEP_GRACE_S = 2.0
@@ -193,15 +195,19 @@ class Step:
 
     def _await_adopted(self) -> None:
         """A controller that does not answer says nothing: who is not to be killed goes on."""
-        pause = threading.Event()
-        unheard = Deadline.after(SystemClock(), self._unreachable_s, "the controller")
+        pause, clock = threading.Event(), SystemClock()
+        unheard = Deadline.after(clock, self._unreachable_s, "the controller")
+        asks = Deadline.after(clock, 0.0, "the controller's turn")
         while not (self._all_doomed.is_set() and unheard.expired()):
-            try:
-                if not self._steps():
-                    return
-                unheard = Deadline.after(SystemClock(), self._unreachable_s, "the controller")
-            except LiverError as error:
-                _log.warning("step %s: does it run? %s", self._plan.name, error)
+            told = len(self._ends) == len(self._on)
+            if told or self._doomed & self._living() or asks.expired():
+                try:
+                    if not self._steps():
+                        return
+                    unheard = Deadline.after(clock, self._unreachable_s, unheard.waits_for)
+                    asks = Deadline.after(clock, _ADOPTED_ASK_S, asks.waits_for)
+                except LiverError as error:
+                    _log.warning("step %s: does it run? %s", self._plan.name, error)
             pause.wait(_ADOPTED_LOOK_S)
             self._look()
 

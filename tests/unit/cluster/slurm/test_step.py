@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.cluster.launcher import KILLED
+from liver_hpc.cluster.slurm import step as module
 from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.squeue import Squeue
 from liver_hpc.cluster.slurm.step import Step, StepPlan
@@ -129,6 +131,21 @@ def test_what_was_left_is_not_taken_for_ended_while_the_controller_does_not_answ
     (tmp_path / "ended").touch()
     poll_until(lambda: agents["a1"].exit_code is not None, deadline)
     assert agents["a1"].exit_code == KILLED
+
+
+def test_slurm_is_not_asked_again_and_again_for_a_step_that_was_left(
+    step: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may go on for weeks."""
+    monkeypatch.setattr(module, "_ADOPTED_LOOK_S", 0.1)
+    monkeypatch.setattr(module, "_ADOPTED_ASK_S", 2.4)
+    said_to_slurm.clear()
+    agents = step("", start=False).agents
+    assert all(agent.adopt("", 0) for agent in agents.values())
+    time.sleep(2.0)
+    assert [words[0] for words in said_to_slurm] == ["squeue"]
+    deadline = Deadline.after(SystemClock(), LIMIT_S, "another question")
+    poll_until(lambda: len(said_to_slurm) == 2, deadline)
 
 
 def test_an_agent_for_whose_kill_there_is_no_thread_is_killed_later(
