@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 INDEX_FILE = "checkpoint.json"
 FURTHER_FILES = (METADATA_FILE, COMMON_FILE, FORMAT_FILE)
 """What is in a checkpoint beside its ranks' files and the index."""

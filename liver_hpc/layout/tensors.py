@@ -162,7 +162,7 @@ class ModelSpec:
         """Equal for equal specs only, as far as it says what a worker holds."""
         held = (sorted(self.stages.items()), sorted(self.homes.items()), self.bucket_elements)
         known = (self.tensors, self.parameter_bytes, self.gradient_bytes, held)
-        return hashlib.blake2b(repr(known).encode(), digest_size=8).hexdigest()
+        return hashlib.sha256(repr(known).encode()).hexdigest()
 
     def check_layout(self, layout: Layout) -> None:
         """Raises ConfigError where the model cannot be laid out so."""

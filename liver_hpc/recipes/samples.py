@@ -28,8 +28,6 @@ from liver_hpc.host.files import LOCK_LIMIT_S, first_alone, write_whole
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_hash = partial(hashlib.blake2b, digest_size=8)
-
 
 @dataclass(frozen=True)
 class Corpus:
@@ -61,7 +59,7 @@ class _Orders:
 
     def __init__(self, cache: Path, limit_s: float, *depends_on: object) -> None:
         self._limit_s = limit_s
-        self._path = cache / f"samples-{_hash(repr(depends_on).encode()).hexdigest()}"
+        self._path = cache / f"samples-{_digest(depends_on)}"
 
     def shared(
         self, names: Sequence[str], make: Callable[[], tuple[NDArray[Any], ...]]
@@ -172,7 +170,7 @@ class TokenSamples:
     def _check_unchanged(self, cache: Path, limit_s: float) -> None:
         """Data that was replaced under its name has other samples under the same numbers."""
         prefixes = self._corpus.prefixes
-        noted = cache / f"data-{_hash(repr([*map(str, prefixes)]).encode()).hexdigest()}"
+        noted = cache / f"data-{_digest([*map(str, prefixes)])}"
         with first_alone(noted, limit_s):
             if not noted.exists():
                 _write(noted, "\n".join(self._of_data).encode())
@@ -220,4 +218,8 @@ class TokenSamples:
 
 def _hash_of_index(prefix: Path) -> str:
     with prefix.with_name(f"{prefix.name}.idx").open("rb") as stream:
-        return hashlib.file_digest(stream, _hash).hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _digest(depends_on: object) -> str:
+    return hashlib.sha256(repr(depends_on).encode()).hexdigest()

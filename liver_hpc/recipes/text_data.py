@@ -87,7 +87,7 @@ def _matching_paths(patterns: Sequence[str]) -> list[Path]:
 
 def prefix_of(data: DataSection, files: Sequence[TextFile]) -> Path:
     """Where the indexed data of these files lies, or would: the path without `.bin` or `.idx`."""
-    hashed = hashlib.blake2b(_FORMAT.encode(), digest_size=8)
+    hashed = hashlib.sha256(_FORMAT.encode())
     for file in files:
         entry = (str(file.path), file.num_bytes, file.modified_ns, file.take_bytes)
         hashed.update(repr(entry).encode())

@@ -251,7 +251,7 @@ def signed(value: int) -> int:
 
 @lru_cache(maxsize=1 << 16)
 def _mark(tensor_name: str) -> int:
-    hashed = hashlib.blake2b(tensor_name.encode(), digest_size=8).digest()
+    hashed = hashlib.sha256(tensor_name.encode()).digest()[:8]
     return signed(int.from_bytes(hashed, "little") | 1)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from functools import cache
-from hashlib import blake2b
+from hashlib import sha256
 from pathlib import Path
 
 import liver_hpc
@@ -23,10 +23,10 @@ def imported_code(recipe: str) -> dict[str, str]:
     be imported later. Once a process, and those that it forks have what it has: files may be others
     by then."""
     package = Path(liver_hpc.__file__).parent
-    own = blake2b(digest_size=8)
+    own = sha256()
     for path in sorted(package.rglob("[!.]*.py")):
         own.update(b"%s\0%s\0" % (str(path.relative_to(package)).encode(), path.read_bytes()))
-    found = {"liver_hpc": own.hexdigest(), **versions_of(_LOOKED_UP)}
+    found = {"liver_hpc": own.hexdigest()[:16], **versions_of(_LOOKED_UP)}
     module = recipe.partition(":")[0]
     if file := getattr(sys.modules[module], "__file__", None):
         found[module] = _digest(Path(file).read_bytes())
@@ -49,4 +49,4 @@ def code_of(recipe: Recipe) -> dict[str, str]:
 
 
 def _digest(data: bytes) -> str:
-    return blake2b(data, digest_size=8).hexdigest()
+    return sha256(data).hexdigest()[:16]

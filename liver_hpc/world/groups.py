@@ -360,7 +360,7 @@ class GroupBook:
 
     def _name(self, members: tuple[int, ...]) -> str:
         """As long for thousands of members as for two: every key of its store begins with it."""
-        hashed = hashlib.blake2b(repr(members).encode(), digest_size=8).hexdigest()
+        hashed = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
         return f"g{self._generation}/{len(members)}-{hashed}"
 
     def connect(

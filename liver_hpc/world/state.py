@@ -188,7 +188,7 @@ class WorldState:
             tensor = self.model.tensors[index]
             if tensor.role == "buffer":
                 continue
-            hashed = hashlib.blake2b(f"{seed}/{tensor.name}".encode(), digest_size=8).digest()
+            hashed = hashlib.sha256(f"{seed}/{tensor.name}".encode()).digest()[:8]
             generator = torch.Generator().manual_seed(int.from_bytes(hashed, "little") >> 1)
             whole = initial(tensor, generator).reshape(tensor.rows, tensor.cols)
             for kind in filled:

@@ -64,7 +64,7 @@ def open_datasets(script: Script, layout: Layout, directory: Path, boot_s: float
     limit_s = max(LOCK_LIMIT_S, boot_s)
     with thread.groups_in_use(world), alone():
         numbers = script.training.get_train_valid_test_num_samples()
-        call = hashlib.blake2b(repr((script.identity, numbers)).encode(), digest_size=8).hexdigest()
+        call = hashlib.sha256(repr((script.identity, numbers)).encode()).hexdigest()
         with first_alone(directory / f"script-{call}.complete", limit_s):
             _find_helpers(directory / _LOCK, limit_s)
             _build_as_the_caller()
