@@ -168,7 +168,7 @@ class Sweep(Section):
                 *("run", "cores", "testbed", "variants"),
             }
         ) + self.slurm.model_dump_json(exclude={"parallel", "timeout_min"})
-        return hashlib.blake2b((software_digest() + parts).encode(), digest_size=8).hexdigest()
+        return hashlib.sha256((software_digest() + parts).encode()).hexdigest()[:16]
 
 
 def overlaid(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:

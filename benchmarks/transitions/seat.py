@@ -134,7 +134,7 @@ class Seat:
         world = self._places[name].world
         if world is None:
             return None
-        hashed = hashlib.blake2b(digest_size=16)
+        hashed = hashlib.sha256()
         for box in self._boxes(world):
             hashed.update(repr(box).encode())
             # A copy: memory that numpy has seen cannot be freed before its tensor.
