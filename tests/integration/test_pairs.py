@@ -267,6 +267,8 @@ def play(row: Mapping[str, Any], directory: Path) -> RunRecords:
     run = start(config_of(row, directory))
     watch(run, lambda status: status.step >= 3, LIMIT_S)
     if row["struck"] == "in handoff":
+        if row["snapshots"] is None:
+            watch(run, lambda status: status.checkpointed is not None, LIMIT_S)
         request(run, ResizeRequest(layout=second))
         watch(run, lambda status: status.handoff is not None, LIMIT_S)
         time.sleep(random.Random(str(row)).uniform(0.0, 4.0))
