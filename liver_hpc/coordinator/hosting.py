@@ -191,11 +191,12 @@ class HostedCoordinator:
 
     def kill_stuck(self) -> None:
         """The child that does not say any more that its loop turns: another one follows it. One
-        that waits for a disk is left to go on when that does: it could not be killed."""
+        that waits for a disk, or for Lustre, which is idle, is left to go on when that does: it
+        could not be killed."""
         with _unheard(), contextlib.suppress(psutil.NoSuchProcess):
             if self._line is not None:
                 child = psutil.Process(self._pid)
-                if child.status() != psutil.STATUS_DISK_SLEEP:
+                if child.status() not in (psutil.STATUS_DISK_SLEEP, psutil.STATUS_IDLE):
                     print("the coordinator stands still", file=sys.stderr, flush=True)
                     child.kill()
 
