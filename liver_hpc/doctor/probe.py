@@ -122,8 +122,8 @@ def locked_memory(node: Node) -> Result:
     if resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] != resource.RLIM_INFINITY:
         return warned(
             f"locked memory is limited beside the adapters {ports}",
-            "`ulimit -l unlimited` in cluster.slurm.setup, or PropagateResourceLimitsExcept=MEMLOCK "
-            "in slurm.conf: NCCL over InfiniBand needs it",
+            "`ulimit -l unlimited` in cluster.slurm.setup, or in slurm.conf "
+            "PropagateResourceLimitsExcept=MEMLOCK: NCCL over InfiniBand needs it",
         )
     return passed(f"unlimited beside the adapters {ports}")
 
