@@ -229,13 +229,16 @@ class World:
         it what lies in the shard that is updated there, which another layout has elsewhere; and
         what a forward computes with is copied, or moved, beside it.
         """
+        gathers = any(chunk.ddp_config.overlap_param_gather for chunk in self.chunks)
         modules = map(megatron.as_built, self.chunks)
         names = {id(p): name for module in modules for name, p in module.named_parameters()}
         for parameter, first, version, memory in filled:
             moved = parameter.data_ptr() != memory
             if moved and not parameter.requires_grad:
                 continue  # another tensor in its place
-            written = parameter._version != version or (parameter != first).any()
+            written = parameter._version != version
+            if not gathers:  # which write, too, and leave the version
+                written |= bool((parameter != first).any())
             if moved or written:
                 raise PlanError(
                     f"a forward writes to {names[id(parameter)]}: what is trained is changed by "

@@ -87,5 +87,5 @@ def forgetful(process: WorkerProcess) -> list[Any]:
 def test_without_recalling_the_micro_batch_masks_are_of_another(tmp_path: Path) -> None:
     """The loss of the first step is right all the same: only its gradients are not."""
     plain, recomputed = run_workers(forgetful, 2, tmp_path)[0]
-    assert apart(recomputed[:1], plain[:1]) > 1e-3
+    assert apart(recomputed[:1], plain[:1]) > 1e-4
     assert recomputed[0][0] == plain[0][0]
