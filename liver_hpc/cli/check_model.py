@@ -3,8 +3,8 @@
 What a module says of itself can be wrong: one that declares an even split of a tensor in which
 several blocks lie one behind the other is another model at tp=2 than at tp=1. Only the numbers
 show it, so a few steps are trained in the smallest layout of each kind that the run has, and
-compared with those of one worker. Another dp is another number of micro-batches to a rank, which a
-buffer may count, or a gradient that is not in proportion to the loss show.
+compared with those of one worker. In another dp a rank has another number of micro-batches, which
+shows in a buffer that counts them, and in a gradient that is not in proportion to the loss.
 """
 
 from __future__ import annotations

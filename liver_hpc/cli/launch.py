@@ -38,7 +38,7 @@ from liver_hpc.coordinator.hosting import HostedCoordinator, checkpoint_in_time,
 from liver_hpc.errors import ConfigError, LiverError, problems_of
 from liver_hpc.recipes.completion import parse_users_run
 from liver_hpc.run.directory import RunDirectory, runs_in
-from liver_hpc.run.epoch import plays_within_s
+from liver_hpc.run.epoch import replay_limit_s
 from liver_hpc.run.outcome import Outcome
 
 _END_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
@@ -334,7 +334,7 @@ def _wait_for_the_end(hosted: HostedCoordinator, run: RunDirectory) -> None:
         if there:
             gone = Deadline.after(clock, limits.coordinator_s / 2, "its coordinator")
         elif gone is None:  # it takes the run over: it reads the journal, and waits for agents
-            longest_s = limits.successor_s + plays_within_s(run.path)
+            longest_s = limits.successor_s + replay_limit_s(run.path)
             gone = Deadline.after(clock, longest_s, "its coordinator")
         elif gone.expired():
             print("the other coordinator does not answer: takes over", file=sys.stderr, flush=True)

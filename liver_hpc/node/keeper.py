@@ -19,7 +19,7 @@ from liver_hpc.errors import LiverError
 from liver_hpc.protocol.messages import KeeperHello
 from liver_hpc.rendezvous.channel import Channel, ChannelClosed, connect
 from liver_hpc.run.directory import RunDirectory
-from liver_hpc.run.epoch import last_sign, plays_within_s
+from liver_hpc.run.epoch import last_sign, replay_limit_s
 from liver_hpc.run.secret import read_secret
 
 CONNECT_S = 30.0
@@ -38,7 +38,7 @@ def find_coordinator(run: RunDirectory, limit_s: float) -> Channel | None:
     secret, limits, clock = read_secret(run.secret_path), run.config().deadlines, SystemClock()
     control_s, sign = limits.control_s, last_sign(run.path)
     deadline = Deadline.after(clock, limit_s, f"the coordinator of {run.path}")
-    longest_s = limits.boot_s + limit_s + plays_within_s(run.path)
+    longest_s = limits.boot_s + limit_s + replay_limit_s(run.path)
     longest = Deadline.after(clock, longest_s, deadline.waits_for)
     pause = threading.Event()
     while True:

@@ -25,7 +25,7 @@ from liver_hpc.rendezvous.channel import (
     connect,
 )
 from liver_hpc.run.directory import CoordinatorAddress, RunDirectory
-from liver_hpc.run.epoch import MISSED_AFTER, last_sign, plays_within_s
+from liver_hpc.run.epoch import MISSED_AFTER, last_sign, replay_limit_s
 
 LOOK_S = 5.0
 """So often who hears nothing looks whether there is another coordinator."""
@@ -278,7 +278,7 @@ class Line:
         """Who refuses has proved nothing: after a coordinator's death its port may be anybody's."""
         limits, coordinator_s = self._limits, self._limits.coordinator_s
         limit = Deadline.after(self._clock, coordinator_s, "a coordinator")
-        longest_s = limits.successor_s + plays_within_s(self._run.path)
+        longest_s = limits.successor_s + replay_limit_s(self._run.path)
         longest = Deadline.after(self._clock, longest_s, limit.waits_for)
         patience_s = coordinator_s * MISSED_AFTER
         patience, missed = Deadline.after(self._clock, patience_s, "a sign"), 0

@@ -26,8 +26,8 @@ EPOCHS = "coordinators"
 SHOWN_EVERY_S = 1.0
 MISSED_AFTER = 1 / 3
 """Of the time that a run goes on without a coordinator: then somebody is to see to another one."""
-PLAYED_BYTES_PER_S = 4e6
-"""At least so much of a journal does one that takes over read, and play, in a second."""
+REPLAYED_BYTES_PER_S = 4e6
+"""At least so much of a journal is replayed in a second."""
 
 
 class Superseded(LiverError):
@@ -83,10 +83,10 @@ class Epoch:
             over.set()
 
 
-def plays_within_s(run_directory: Path) -> float:
-    """How long one that takes over may be at what the last one has left, beside its boot."""
+def replay_limit_s(run_directory: Path) -> float:
+    """How long one that takes over may replay what the last one has left, beside its boot."""
     try:
-        return (run_directory / JOURNAL_FILE).stat().st_size / PLAYED_BYTES_PER_S
+        return (run_directory / JOURNAL_FILE).stat().st_size / REPLAYED_BYTES_PER_S
     except OSError:
         return 0.0
 

@@ -213,7 +213,7 @@ class World:
                     filled.append((parameter, first, parameter._version, parameter.data_ptr()))
             with thread.rehearsal(), dropout.no_dropout(self.chunks):
                 self.forward_backward(0, most=micro_batches)
-                self._refuse_written(filled)
+                self._refuse_written_parameters(filled)
                 self.update(0)
             clear_caches(self.chunks)
             megatron.begin_again(self.chunks)
@@ -221,7 +221,9 @@ class World:
             self._clear_gradients()
         self.renew_untrained()
 
-    def _refuse_written(self, filled: Sequence[tuple[Any, torch.Tensor, int, int]]) -> None:
+    def _refuse_written_parameters(
+        self, filled: Sequence[tuple[Any, torch.Tensor, int, int]]
+    ) -> None:
         """Raises PlanError by name for parameters that a forward has written to. filled: each with
         the number in it, its version and its memory as it was filled.
 
@@ -319,7 +321,7 @@ class World:
             as_they_are = megatron.without_gathers(self.chunks) if gathered else nullcontext()
             with as_they_are:
                 gradients = self._compute(self.batches.begin(step))
-            self._refuse_apart()
+            self._refuse_buffers_apart()
             return gradients
         return self._compute(self.batches.of_step(step)[:most])
 
@@ -482,7 +484,7 @@ class World:
             if self.recipe.spec.tensors[index].role == "frozen":
                 self.state.renew(index, tensor.data)
 
-    def _refuse_apart(self) -> None:
+    def _refuse_buffers_apart(self) -> None:
         """Once in a world, before its first update. Raises PlanError by name for persistent buffers
         that are others on other replicas, as those of a batch's statistics: after a recovery, or
         from a checkpoint, all would have those of one. Collective over replicas."""
