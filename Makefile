@@ -32,6 +32,8 @@ INSTALLED := $(VENV)/.installed
 export PATH := $(abspath $(BIN)):$(PATH)
 export CUDA_VISIBLE_DEVICES = $(GPUS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Else each of hundreds of processes would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo slurm-demo test test-all test-gpu check docs format clean

@@ -184,6 +184,8 @@ def reported(measure: Callable[[], BenchmarkResult], given: argparse.Namespace) 
     What `measure` starts does not outlive this process. given: what `parser` has read; a quick
     result says so.
     """
+    # As where it is installed: of two sides the one that starts more processes would pay more.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     try:
         with nothing_outlives():
             result = measure()

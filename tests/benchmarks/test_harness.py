@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ from benchmarks.harness import (
     machine_facts,
     parser,
     report,
+    reported,
     software_digest,
     write_json,
 )
@@ -113,3 +117,23 @@ def test_the_software_is_another_one_when_any_of_its_files_is(tmp_path: Path) ->
 def test_options_that_all_benchmarks_have() -> None:
     options = parser("example", "").parse_args(["--quick", "--json", "r.json"])
     assert (options.quick, options.json) == (True, Path("r.json"))
+
+
+def test_what_a_benchmark_starts_finds_the_package_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A restart starts more processes than a handoff: it would pay more for what no user pays."""
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+
+    def measure() -> BenchmarkResult:
+        says = [sys.executable, "-c", "import sys; print(sys.dont_write_bytecode)"]
+        found = subprocess.run(says, capture_output=True, text=True, check=True).stdout
+        return BenchmarkResult("child", {"compiles_anew": float(found == "True\n")})
+
+    seen: list[BenchmarkResult] = []
+    monkeypatch.setattr("benchmarks.harness.report", lambda result, _: seen.append(result))
+
+    assert reported(measure, argparse.Namespace(quick=False, json=None)) == 0
+
+    (result,) = seen
+    assert result.figures == {"compiles_anew": 0.0}
