@@ -19,8 +19,8 @@ DEMO_ARGS ?=
 # Which GPUs the demo and the tests see: none, as they are for CPUs. `make demo GPUS=0,1` has two.
 GPUS ?=
 # What has been run on a GPU; its workers share what there is.
-GPU_TESTS ?= tests/gpu $(addprefix tests/integration/test_,$(addsuffix .py,elastic_runs recovery \
-	state_moves stuck_groups take_over own_models))
+GPU_TESTS ?= tests/gpu $(addprefix tests/integration/test_,$(addsuffix .py,elastic_runs memoryless \
+	own_models recovery state_moves stuck_groups take_over))
 # Of the test cluster: how many nodes, its name, and more options for `up`.
 NODES ?= 4
 CLUSTER ?= liver

@@ -49,6 +49,7 @@ from tests.unit.world.test_state import numbers, state_at
 SEED = 5
 ANSWER_S = 20.0
 """The longest that a test waits for the run."""
+STAGING_BYTES = 4096
 LIMITS = DeadlineSection(
     prepare_s=5.0, boundary_s=8.0, transfer_s=6.0, collective_s=6.0, control_s=5.0, release_s=5.0
 )
@@ -73,7 +74,7 @@ class LateWorld:
         generation: int,
         device: LateDevice,
         *,
-        kept: Any = None,
+        allocating: Any = None,
     ) -> None:
         at = rank_map.coordinate_of(worker)
         assert at is not None
@@ -222,7 +223,7 @@ class LateRun:
     source: RankMap
     handoff: HandoffSection = field(
         default_factory=lambda: HandoffSection(
-            staging_bytes=4096, bucket_bytes=512, take_over=False, overlap="always"
+            staging_bytes=STAGING_BYTES, bucket_bytes=512, take_over=False, overlap="always"
         )
     )
     rooms: dict[int, Room] = field(default_factory=dict)

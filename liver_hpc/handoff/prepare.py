@@ -6,13 +6,16 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from liver_hpc.clock import Deadline
 from liver_hpc.errors import LiverError
 from liver_hpc.handoff.session import Session, Target
+from liver_hpc.layout.budget import Budget
 from liver_hpc.layout.coordinates import RankMap
 from liver_hpc.layout.memory import GRADIENT, bytes_by_receiver, move_bytes, worker_bytes
 from liver_hpc.layout.plan import transfer_plan
@@ -22,11 +25,13 @@ from liver_hpc.transport.lane import Lane
 from liver_hpc.transport.stream import Transport
 from liver_hpc.transport.wire import Wire, group_wire
 from liver_hpc.world import hollow, rehearsed
+from liver_hpc.world.chunks import Allocating
 from liver_hpc.world.context import WorkerContext
 from liver_hpc.world.groups import GroupBook
+from liver_hpc.world.memoryless import Memoryless
 from liver_hpc.world.store import ControlStore
 from liver_hpc.world.take_over import take_over
-from liver_hpc.world.untouched import Kept
+from liver_hpc.world.untouched import Kept, Untouched
 from liver_hpc.world.world import World
 
 GIB = 2**30
@@ -74,12 +79,12 @@ def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target
     spec = context.recipe.spec
     try:
         if session.is_target:
-            rehearses = _check_room(session, rehearses)
+            allocating = _allocating(session, rehearses)
+            rehearses = allocating is nullcontext
         device.begin_beside(session.generation)
         if session.is_target:
             seat = (session.target, worker, session.generation)
-            # What is taken over is never written to, nor what comes to be at the boundary.
-            world = World(context.recipe, *seat, device, kept=None if rehearses else Kept())
+            world = World(context.recipe, *seat, device, allocating=allocating)
             session.call_at_end(world.book.abort)
             lap("build")
             if rehearses:
@@ -151,35 +156,48 @@ def _rehearses(session: Session, source_world: World | None) -> bool:
     return handoff.warm_up_again or not rehearsed.known(seat, device)
 
 
-def _check_room(session: Session, rehearses: bool) -> bool:
-    """Whether there is room for the rehearsal that is wanted, which may take as much again as
-    training takes for a step. Raises LiverError where the target world would have training run out
-    of memory without it: it takes its tensors and staging. Of a hollow world the tensors count too:
-    on a device they are there while it is built."""
+def _allocating(session: Session, rehearses: bool) -> Allocating:
+    """What the target world is built in; `nullcontext` where it is rehearsed, for which there must
+    be room, too: it may take as much again as training takes for a step. Else nothing is written to
+    what is taken over, nor to what comes to be at the boundary.
+
+    In bounded memory a stayer's is built without memory, on a device where there is no room for it
+    as it has been built since it ran on one. Raises LiverError where training would run out of
+    memory beside it, or bounded memory at the boundary.
+    """
     context, worker = session.context, session.context.worker
-    room = context.device.room()
+    room, untouched = context.device.room(), partial(Untouched, Kept())
     if room is None:
-        return rehearses
+        return nullcontext if rehearses else Memoryless if session.is_hollow else untouched
+    spec, staging_bytes = context.recipe.spec, context.config.handoff.staging_bytes
 
     def held_bytes(rank_map: RankMap) -> int:
         at = rank_map.coordinate_of(worker)
-        spec = context.recipe.spec
         return 0 if at is None else sum(worker_bytes(spec, rank_map.layout, at).values())
 
-    rehearses_beside = session.is_source and rehearses
-    step_bytes = max(0, room.peak_bytes - held_bytes(session.source)) if rehearses_beside else 0
-    wanted_bytes = held_bytes(session.target) + context.config.handoff.staging_bytes
-    when = "while it is built in bounded memory; " if session.is_hollow else ""
-    if wanted_bytes > room.free_bytes:
+    wanted_bytes, free_bytes = held_bytes(session.target) + staging_bytes, room.free_bytes
+    fits, when = wanted_bytes <= free_bytes, "beside the world that trains"
+    if not fits and session.is_hollow:
+        wanted_bytes, when = staging_bytes, f"for staging {when}"
+        if staging_bytes <= free_bytes:
+            layouts = session.source.layout, session.target.layout
+            wanted_bytes = Budget(context.config, spec).bounded_bytes(*layouts)
+            free_bytes, when = room.free_bytes + room.peak_bytes, "at the boundary"
+        if wanted_bytes <= free_bytes:
+            return Memoryless
+    if not fits:
         raise LiverError(
             f"worker {worker}: its seat in {session.target} wants {wanted_bytes / GIB:.2f} GiB "
-            f"beside the world that trains, {when}the device has {room.free_bytes / GIB:.2f} GiB; "
+            f"{when}, the device has {free_bytes / GIB:.2f} GiB; "
             f"wanted a layout of smaller seats, a smaller handoff.staging_bytes or micro-batch"
+            f"{'' if session.is_hollow else ', or handoff.memory: bounded'}"
         )
+    rehearses_beside = session.is_source and rehearses
+    step_bytes = max(0, room.peak_bytes - held_bytes(session.source)) if rehearses_beside else 0
     if wanted_bytes + step_bytes > room.free_bytes:
         log.info("not rehearsed: %d bytes are free beside training's peak", room.free_bytes)
-        return False
-    return rehearses
+        return untouched
+    return nullcontext if rehearses else untouched
 
 
 def _open_wire(session: Session, store: ControlStore, lane: Lane) -> Wire:

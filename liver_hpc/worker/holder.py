@@ -7,7 +7,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 from liver_hpc.checkpoint.saving import Saving
@@ -25,7 +25,7 @@ from liver_hpc.world import hollow
 from liver_hpc.world.context import WorkerContext
 from liver_hpc.world.groups import ENDS_S
 from liver_hpc.world.store import ControlStore
-from liver_hpc.world.untouched import Kept
+from liver_hpc.world.untouched import Kept, Untouched
 from liver_hpc.world.world import World
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,8 @@ class WorldHolder:
         context = self._context
         self._tell_ranks(rank_map)
         seat = (rank_map, context.worker, generation)
-        world = World(context.recipe, *seat, context.device, kept=kept)
+        allocating = nullcontext if kept is None else partial(Untouched, kept)
+        world = World(context.recipe, *seat, context.device, allocating=allocating)
         self._making = world
         if context.config.handoff.warm_up and kept is None:
             world.warm_up(again=context.config.handoff.warm_up_again)

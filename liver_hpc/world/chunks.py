@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,15 +14,19 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 
 from liver_hpc.errors import PlanError
 from liver_hpc.recipes.base import BuildContext, Recipe
-from liver_hpc.world import buffers, dropout, experts, megatron, module_globals
+from liver_hpc.world import buffers, dropout, experts, megatron, memoryless, module_globals
 from liver_hpc.world.buffers import BufferPlace
 from liver_hpc.world.derive import build_chunks, chunk_shards, derivation_of
+from liver_hpc.world.memoryless import Memoryless
 from liver_hpc.world.sharded import Frame, state_tensors
 from liver_hpc.world.shares import differences
 
 _NAMED = 8
 """How many problems one error tells."""
 
+
+Allocating = Callable[[], AbstractContextManager[Any]]
+"""In whose context the tensors of a world's state are made."""
 
 Wrapped = tuple[list[DistributedDataParallel], dict[int, torch.Tensor], dict[int, BufferPlace]]
 """A seat's chunks, its parameters and persistent buffers by tensor index, and where those of them
@@ -34,26 +38,27 @@ def wrapped(
     seat: BuildContext,
     device: torch.device,
     worker: int,
-    allocating: Callable[[], AbstractContextManager[None]],
+    allocating: Allocating,
 ) -> Wrapped:
-    """Builds a seat's chunks on a device. allocating: of gradients.
+    """Builds a seat's chunks on a device. allocating: parameters and gradients of Megatron's DDP;
+    those of the modules too, where it is `Memoryless`.
 
     Raises PlanError where the model is not what the recipe's spec says, or has state that is not
     moved.
     """
     layout, at, groups = seat.layout, seat.at, seat.groups
     train = recipe.config.train
-    built = build_chunks(recipe, layout, at, groups)
-    modules = []
-    for module in built:
-        module.to(device)
-        megatron.complete_for_schedules(module)
-        megatron.begin_gradients_at_layers(module)
-        dropout.seed_at_layers(module, train.seed, at.tp, layout.sequence_parallel)
-        experts.prepare(module)
-        modules.append(megatron.in_low_precision(module))
-    frame = derivation_of(recipe, worker).frame
-    tensors = _verified(recipe, seat, built, frame)
+    frame, modules = derivation_of(recipe, worker).frame, []
+    with memoryless.parameters() if allocating is Memoryless else nullcontext():
+        built = build_chunks(recipe, layout, at, groups)
+        for module in built:
+            module.to(device)
+            megatron.complete_for_schedules(module)
+            megatron.begin_gradients_at_layers(module)
+            dropout.seed_at_layers(module, train.seed, at.tp, layout.sequence_parallel)
+            experts.prepare(module)
+            modules.append(megatron.in_low_precision(module))
+        tensors = _verified(recipe, seat, built, frame)
     for index, tensor in tensors.items():
         megatron.mark_tensor_parallel(tensor, recipe.spec.tensors[index])
     places = {id(place.tensor): place for place in buffers.all_buffers(built)}

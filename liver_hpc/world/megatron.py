@@ -174,7 +174,7 @@ def renew_accumulators(chunk: Any) -> int:
     parameters = [node.variable for node in chunk.grad_accs]
     node, chunk.grad_accs, stay = None, [], 0
     for parameter in parameters:
-        node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+        node = parameter.view_as(parameter).grad_fn.next_functions[0][0]
         if _REPLACED in node.metadata:
             stay += 1
         else:

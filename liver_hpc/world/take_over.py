@@ -81,7 +81,7 @@ def _same_places(mine: Any, theirs: Any) -> bool:
         (one.dtype, one.shape, one.storage_offset())
         == (other.dtype, other.shape, other.storage_offset())
         and [*mine.param_index_map.values()] == [*theirs.param_index_map.values()]
-        and one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
+        and one.untyped_storage().nbytes() in (0, other.untyped_storage().nbytes())
     )
 
 
@@ -97,7 +97,7 @@ def _point_buffer(buffer: Any, memory: torch.Tensor, chunk: Any, target: World) 
         for parameter in buffer.param_index_map:
             parameter.data = there(parameter.data)
         for shard in _shards(target):
-            if shard.untyped_storage().data_ptr() == before.data_ptr():
+            if shard.untyped_storage()._cdata == before._cdata:
                 shard.data = there(shard.data)
         for bucket in buffer.buckets:
             bucket.param_data = there(bucket.param_data)

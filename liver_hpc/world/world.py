@@ -40,7 +40,7 @@ from liver_hpc.world import (
     thread,
 )
 from liver_hpc.world.batches import Batches
-from liver_hpc.world.chunks import clear_caches, forget, undisturbed, wrapped
+from liver_hpc.world.chunks import Allocating, clear_caches, forget, undisturbed, wrapped
 from liver_hpc.world.device import Device
 from liver_hpc.world.forward_times import new_timer
 from liver_hpc.world.groups import GroupBook
@@ -48,7 +48,6 @@ from liver_hpc.world.sharded import state_tensors
 from liver_hpc.world.state import HeldTensor, WorldState
 from liver_hpc.world.steps import Flags, Gradients, StepResult
 from liver_hpc.world.thread import MicroBatch
-from liver_hpc.world.untouched import Kept, Untouched
 
 log = logging.getLogger(__name__)
 
@@ -76,10 +75,10 @@ class World:
     is not what the run's spec says, or has state that is not moved, ConfigError for a layout that
     the spec does not know.
 
-    kept: nothing is written to the memory of its state and gradients, some of which this may have:
-    values come later, or it is given back at once (world/hollow.py). batches: what it computes of
-    global batches. tensors: parameters and persistent buffers by tensor index. taken: the memory
-    that it has from another world which still stands (world/take_over.py), by address.
+    allocating: what its state and gradients are made in: `untouched.Untouched` where values come
+    later, `memoryless.Memoryless` where memory does, too (`world/hollow.py`). batches: what it
+    computes of global batches. tensors: parameters and persistent buffers by tensor index. taken:
+    the memory that it has from another world which still stands (world/take_over.py), by address.
     forward_times: what its forward passes take on this worker. gradients_are_clear: they are all
     zeros.
     """
@@ -92,7 +91,7 @@ class World:
         generation: int,
         device: Device,
         *,
-        kept: Kept | None = None,
+        allocating: Allocating = nullcontext,
     ) -> None:
         at = rank_map.coordinate_of(worker)
         if at is None:
@@ -109,8 +108,8 @@ class World:
         self._unscheduled = 0  # samples that the schedule has not counted
         gathers = recipe.config.train.overlap_param_gather
         self.forward_times = new_timer(device.torch_device, skips_first=gathers)
-        self._allocating = nullcontext if kept is None else partial(Untouched, kept)
-        self.gradients_are_clear = kept is None  # as megatron allocates them
+        self._allocating = allocating
+        self.gradients_are_clear = allocating is nullcontext  # as megatron allocates them
         self._looked_at = False  # what a forward has left behind
         self._compared = False  # buffers, with those of other replicas
         self.book = GroupBook(generation, worker, device)

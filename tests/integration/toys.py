@@ -62,8 +62,11 @@ def derived(recipe: Recipe, *layouts: str) -> ModelSpec:
     return Derivation(recipe).spec(map(Layout.parse, layouts))
 
 
-def build_world(recipe: Recipe, device: Any, layout: str = "dp1", worker: int = 0) -> Any:
-    """The world of one worker, whose id is its rank; by the recipe's spec, or the derived one."""
+def build_world(
+    recipe: Recipe, device: Any, layout: str = "dp1", worker: int = 0, **options: Any
+) -> Any:
+    """The world of one worker, whose id is its rank; by the recipe's spec, or the derived one.
+    options: more of `World`'s."""
     from liver_hpc.errors import ConfigError
     from liver_hpc.world.groups import install_sentinel
     from liver_hpc.world.world import World
@@ -76,7 +79,7 @@ def build_world(recipe: Recipe, device: Any, layout: str = "dp1", worker: int = 
     install_sentinel(worker)
     rank_map = RankMap(sizes, tuple(range(sizes.workers)))
     # A generation of its own: a test that fails may leave a world open.
-    return World(recipe, rank_map, worker, next(_generations), device)
+    return World(recipe, rank_map, worker, next(_generations), device, **options)
 
 
 def experts() -> Toy:

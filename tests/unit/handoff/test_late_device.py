@@ -28,8 +28,9 @@ from liver_hpc.worker.trainer import Trainer
 from liver_hpc.world import rehearsed
 from liver_hpc.world.device import Device, Network, Room
 from liver_hpc.world.groups import GroupBook
+from liver_hpc.world.memoryless import Memoryless
 from tests.late_device import LateBackend, LateDevice, LateGroup, LateNetwork, Machines
-from tests.late_worlds import ANSWER_S, LIMITS, LateRun, LateWorld, late_worlds
+from tests.late_worlds import ANSWER_S, LIMITS, STAGING_BYTES, LateRun, LateWorld, late_worlds
 from tests.unit.layout.models import TIED
 
 TP = RankMap(Layout(2, 1, 1), (0, 1))
@@ -602,16 +603,44 @@ def test_bounded_memory_waits_for_the_device(run: LateRun, without: Any) -> None
 
 
 @pytest.mark.parametrize(
-    ("bounded", "when"), [(False, "the device has"), (True, "while it is built in bounded memory")]
+    ("bounded", "free_bytes", "when"),
+    [
+        (False, 1000, "beside the world that trains, the device has"),
+        (True, 1000, "for staging beside the world that trains"),
+        (True, STAGING_BYTES, "at the boundary, the device has"),
+    ],
 )
-def test_a_world_that_has_no_room_is_not_built(run: LateRun, bounded: bool, when: str) -> None:
-    run.rooms[1] = Room(free_bytes=1000, peak_bytes=0)
+def test_a_world_that_has_no_room_is_not_built(
+    run: LateRun, bounded: bool, free_bytes: int, when: str
+) -> None:
+    run.rooms[1] = Room(free_bytes=free_bytes, peak_bytes=0)
     run.begin()
     ended = run.hand_off(MOVED, bounded=bounded)
     assert ended.outcome == "aborted"
     assert "worker 1: its seat in" in ended.detail
-    assert f"beside the world that trains, {when}" in ended.detail
+    assert when in ended.detail
     run.check(TP.workers)
+
+
+def test_bounded_memory_needs_room_for_staging_alone_beside_training(
+    run: LateRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What training takes for a step is there at the boundary."""
+    chosen = dict[int, Any]()
+
+    def note(session: Session, rehearses: bool) -> Any:
+        chosen[session.context.worker] = found = allocating(session, rehearses)
+        return found
+
+    allocating = prepare._allocating
+    monkeypatch.setattr(prepare, "_allocating", note)
+    run.rooms[1] = Room(free_bytes=STAGING_BYTES, peak_bytes=2**30)
+    run.begin()
+    ended = run.hand_off(MOVED, bounded=True)
+    assert ended.outcome == "completed", ended.detail
+    run.check(MOVED.workers)
+    assert chosen[1] is Memoryless
+    assert chosen[2] is not Memoryless
 
 
 @pytest.mark.parametrize("peak_bytes", [2**20, 2**40])
