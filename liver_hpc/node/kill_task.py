@@ -1,5 +1,5 @@
-"""`python -m liver_hpc.node.kill_task STEP`: kills this node's task of a step, with all that it has
-started. Slurm itself can only kill all tasks of a step together.
+"""`python -m liver_hpc.node.kill_task JOB.STEP`: kills this node's task of a step, with all that it
+has started. Slurm itself can only kill all tasks of a step together.
 
 With --look it kills none, and prints the node's name where nothing of the task is left."""
 

@@ -62,7 +62,8 @@ def slurm_launcher(
         return [*words, "--stay"] if config.workers.warm else words
 
     def step(name: str, agents: Mapping[str, str], held: Allocation, words: Sequence[str]) -> Step:
-        kill = [*python_words(config.cluster), "-m", _KILL_MODULE, name]  # sees into images
+        mark = f"{held.job}.{name}"  # a step of another run on the node may have the same name
+        kill = [*python_words(config.cluster), "-m", _KILL_MODULE, mark]  # sees into images
         plan = StepPlan(
             name,
             held.job,
@@ -75,7 +76,7 @@ def slurm_launcher(
                     **clean_environment(os.environ),
                     **_OOM_ENDS_ONE,
                     **exported,
-                    STEP_VARIABLE: name,
+                    STEP_VARIABLE: mark,
                 },
                 log=directory / "logs" / f"srun-{name.removeprefix(_PREFIX)}.log",
                 apart="session",

@@ -19,7 +19,7 @@ NODE_VARIABLE = "SLURMD_NODENAME"
 """In every task: the node's name, as Slurm's configuration has it."""
 
 STEP_VARIABLE = "LIVER_STEP"
-"""In every task, and in what it starts: the name of its step."""
+"""In every task, and in what it starts: its job, and the name of its step, as "12.liver-a0"."""
 
 _FOLDER = "steps"
 

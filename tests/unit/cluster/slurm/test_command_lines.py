@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import Mock
@@ -16,6 +19,7 @@ from liver_hpc.cluster.slurm.commands import SlurmCommands, sbatch_words
 from liver_hpc.cluster.slurm.holdings import Allocation
 from liver_hpc.cluster.slurm.launcher import srun_words
 from liver_hpc.cluster.slurm.script import burst_options
+from liver_hpc.cluster.slurm.together import STEP_VARIABLE
 from liver_hpc.config.schema import BurstSection, SlurmSection
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.run.actions import LaunchAgent
@@ -107,6 +111,34 @@ def test_who_kills_agents_and_looks_for_them_takes_no_gpus(
     for words in (plan.killing(["n1"]), plan.looking(["n1"])):
         assert "--gres=none" in words
         assert "--gpus-per-node=4" not in words
+
+
+def test_of_two_runs_on_a_node_who_kills_an_agent_means_that_of_one(
+    tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has an a0, and both are of one user."""
+    made = Mock(return_value=Mock(agents={"a0": Mock()}))
+    monkeypatch.setattr(launcher, "Step", made)
+    plans = []
+    for job in ("12", "13"):
+        held = Allocation("main", job, ("n1", "n2"), 1)
+        run = launcher.slurm_launcher(tmp_path, minimal(), Mock(), lambda _, held=held: held)
+        run.launch(LaunchAgent("a0", Seat("n1", (0,)), Layout(1, 1, 1)))
+        plans.append(made.call_args.args[0])
+    told = {**os.environ, "PYTHONPATH": str(repository), "SLURMD_NODENAME": "n1"}
+    killing, looking = plans[0].killing(["n1"]), plans[0].looking(["n1"])
+    kill, look = (words[words.index(sys.executable) :] for words in (killing, looking))
+    first, second = (
+        subprocess.Popen(["sleep", "60"], env={**os.environ, STEP_VARIABLE: mark})
+        for mark in (plan.command.environment[STEP_VARIABLE] for plan in plans)
+    )
+    try:
+        subprocess.run(kill, env=told, check=True)
+        assert (first.wait(10.0), second.poll()) == (-signal.SIGKILL, None)
+        assert subprocess.check_output(look, env=told, text=True) == "n1\n"
+    finally:
+        second.kill()
+        second.wait()
 
 
 def test_what_the_run_file_says_of_burst_nodes_wins() -> None:
