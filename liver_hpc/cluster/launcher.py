@@ -285,6 +285,7 @@ def local_launcher(
     that run in an agent's place. What an agent prints goes to its log, logs/agent-NAME.log of the
     run directory.
     """
+    run_directory = run_directory.resolve()  # another coordinator may know it by another name
 
     def prepared(launch: LaunchAgent) -> LaunchedAgent:
         options = [*agent_options(launch, run_directory, stay), "--parent", str(os.getpid())]

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 
+import psutil
 import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.cluster.launcher import KILLED, Launcher, LocalAgent, NotLaunched
+from liver_hpc.cluster import launcher as module
+from liver_hpc.cluster.launcher import (
+    KILLED,
+    Launcher,
+    LocalAgent,
+    NotLaunched,
+    local_launcher,
+)
 from liver_hpc.errors import LiverError
 from liver_hpc.host.child import Child, Command, new_mark
 from liver_hpc.host.marks import marked_processes
@@ -62,6 +72,25 @@ def test_an_agent_that_was_left_and_that_no_thread_can_keep_is_ended() -> None:
     with threads_refused("keep-"), pytest.raises(LiverError, match="can't start new thread"):
         agent().adopt(socket.gethostname(), left.pid)
     assert (living(), left.wait(LIMIT_S)) == ([], KILLED)
+
+
+def test_an_agent_is_adopted_whose_run_directory_has_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As runs/ is a link to a scratch, and commands follow it."""
+    (tmp_path / "stand_in.py").write_text("import time; time.sleep(300)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(module, "AGENT_MODULE", "stand_in")
+    scratch, link = tmp_path / "scratch", tmp_path / "runs"
+    scratch.mkdir()
+    link.symlink_to(scratch)
+    with closing(local_launcher(link)) as first, closing(local_launcher(scratch)) as second:
+        launch(first)
+        (pid,) = marked_processes(module._mark(scratch, "a0"), "1")
+        begun = Deadline.after(SystemClock(), LIMIT_S, "the agent's program to be there")
+        poll_until(lambda: "stand_in" in psutil.Process(pid).cmdline()[:4], begun)
+        assert second.adopt("a0", "", socket.gethostname(), pid)
+        assert psutil.pid_exists(pid)
 
 
 def test_an_agent_is_killed_without_another_thread(launcher: Launcher) -> None:
