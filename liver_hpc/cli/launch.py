@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -254,13 +255,15 @@ def _open_run(asked: Asked, job: OwnJob, held: contextlib.ExitStack) -> RunDirec
 
 
 def _known_run(made: Sequence[RunDirectory], name: str, job: OwnJob) -> RunDirectory | None:
-    """Of directories that this job made the one of its request; one of the same text before all
-    others. It has a number behind its name where another run of the job, or a job of the same id,
-    came first."""
+    """Of directories that this job made the one of its request: one that has its name before a copy
+    of it, one of the same text before all others. It has a number behind its name where another run
+    of the job, or a job of the same id, came first."""
     mine = [run for run in made if job.asks_for(run.path, name)]
+    named = re.compile(rf".*-{job.job_id}(-\d+)?")
 
-    def fits(run: RunDirectory) -> tuple[bool, float]:
-        return not job.finds_changed(run.path), OwnJob.noted_s(run.path)
+    def fits(run: RunDirectory) -> tuple[bool, bool, float]:
+        is_named = named.fullmatch(run.path.name) is not None
+        return is_named, not job.finds_changed(run.path), OwnJob.noted_s(run.path)
 
     return max(mine, key=fits, default=None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -335,6 +336,19 @@ def test_each_request_of_a_job_is_a_run_and_finds_its_own_again(
     lines = ["run runs/run-77 goes on", "run runs/run-77-2 goes on", "run runs/run-77-3"]
     assert shown.out.splitlines() == lines
     assert shown.err.count("job 77 was queued again, but began no run by this request before") == 1
+
+
+def test_a_job_goes_on_with_its_run_and_not_with_a_later_copy_of_that(
+    runs: Runs, again: Callable[[], None]
+) -> None:
+    assert runs() == "run-77"
+    shutil.copytree("runs/run-77", "runs/run-77-before", copy_function=shutil.copyfile)
+    os.utime("runs/run-77/job.json", (1000.0, 1000.0))
+    again()
+    assert runs() == "run-77"
+    Path("runs/run-77").rename("runs/run-77-again")  # whoever renames it has it go on
+    shutil.rmtree("runs/run-77-before")
+    assert runs() == "run-77-again"
 
 
 def test_a_run_file_that_a_script_writes_anew_is_a_request_of_its_own(
