@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.metadata
+import secrets
 import types
 from collections.abc import Iterator
 from contextlib import suppress
@@ -68,7 +69,7 @@ def open_datasets(script: Script, layout: Layout, directory: Path, boot_s: float
         with first_alone(directory / f"script-{call}.complete", limit_s):
             _find_helpers(directory / _LOCK, limit_s)
             _build_as_the_caller()
-            _unpickle_nothing()
+            _guard_the_cache()
             train, validation, _ = captured.datasets_provider(numbers)
     if train is None:
         raise ConfigError("the script's dataset provider gives no training set")
@@ -97,12 +98,13 @@ def _build_as_the_caller() -> None:
     builder.ThreadPoolExecutor = thread.Pool
 
 
-def _unpickle_nothing() -> None:
+def _guard_the_cache() -> None:
     """Has Megatron read its index cache, which are arrays of numbers, without unpickling what it
-    finds: whoever may write there would be the run's user in effect."""
+    finds: whoever may write there would be the run's user in effect. And write it so that another
+    run, which may begin with the same data at the same time, finds whole files."""
     plain: Any = types.ModuleType(numpy.__name__)
     vars(plain).update(vars(numpy))
-    plain.load = _load_plainly
+    plain.load, plain.save = _load_plainly, _save_whole
     for name in (*(f"megatron.core.datasets.{one}" for one in _INDEXED), _LOADER):
         with suppress(ModuleNotFoundError):
             module: Any = importlib.import_module(name)
@@ -112,6 +114,21 @@ def _unpickle_nothing() -> None:
 def _load_plainly(file: Any, *args: Any, **options: Any) -> Any:
     """numpy.load; raises ValueError where that would unpickle."""
     return numpy.load(file, *args, **{**options, "allow_pickle": False})
+
+
+def _save_whole(file: str, array: Any, **options: Any) -> None:
+    """numpy.save; what is there already, and may be mapped by another run's workers, stays."""
+    path = Path(file)
+    with suppress(OSError, ValueError, EOFError):
+        if numpy.array_equal(_load_plainly(path, mmap_mode="r"), array):
+            return
+    made = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with made.open("xb") as stream:
+            numpy.save(stream, array, **options)
+        made.replace(path)
+    finally:
+        made.unlink(missing_ok=True)
 
 
 def _find_helpers(lock: Path, limit_s: float) -> None:

@@ -64,6 +64,28 @@ def test_megatrons_index_cache_is_not_unpickled(module: Any, tmp_path: Path) -> 
     assert not executed.exists()
 
 
+@pytest.mark.parametrize("module", [gpt_dataset, blended_dataset])
+def test_the_cache_that_another_run_has_mapped_is_not_written_over(
+    module: Any, tmp_path: Path
+) -> None:
+    """As runs begin side by side: pages that a file has no longer end a process by SIGBUS."""
+    same, torn = (str(tmp_path / name) for name in ("same.npy", "torn.npy"))
+    np.save(same, np.arange(6, dtype=np.int32))
+    np.save(torn, np.arange(10, 14, dtype=np.int32))
+    others, inode = np.load(torn, mmap_mode="r"), Path(same).stat().st_ino
+
+    def provider(_numbers: Any) -> Any:
+        for path in (same, torn):
+            module.numpy.save(path, np.arange(6, dtype=np.int32), allow_pickle=True)
+        return ["a sample"], None, None
+
+    opened(tmp_path / "data-cache", provider)
+    assert [*others] == [*range(10, 14)]
+    assert [*np.load(torn)] == [*range(6)]
+    assert Path(same).stat().st_ino == inode, "which NFS would take away from who has it mapped"
+    assert sorted(path.name for path in tmp_path.glob("*.npy")) == ["same.npy", "torn.npy"]
+
+
 def test_one_writes_the_cache_then_all_load_it_side_by_side(tmp_path: Path) -> None:
     written, loading, together = threading.Event(), [0], threading.Barrier(4)
 
