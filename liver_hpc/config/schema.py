@@ -451,6 +451,13 @@ def _without_gpus(options: dict[str, str | int | bool]) -> dict[str, str | int |
     return options
 
 
+def _with_all(options: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
+    """Refuses an environment by which agents are not found to be killed."""
+    if str(options.get("export", "ALL")).upper().partition(",")[0] != "ALL":
+        raise ValueError("--export without ALL keeps from agents by what they are found; ALL,A=B")
+    return options
+
+
 PlainText = Annotated[str, AfterValidator(_plain)]
 CommandLine = Annotated[str, AfterValidator(_words)]
 OptionName = Annotated[str, Field(pattern=r"^[a-z][a-z-]*$")]
@@ -459,7 +466,9 @@ _SbatchOption = Annotated[OptionName, _not_ours(_OWN_OPTIONS, _KEYLESS, "")]
 SbatchOptions = Annotated[dict[_SbatchOption, OptionValue], AfterValidator(_without_gpus)]
 """Further options of sbatch by their long names, without dashes; true means without a value."""
 _of_steps = _not_ours(_OWN_STEP_OPTIONS, _KEYLESS_OF_STEPS, " to the steps of agents")
-StepOptions = dict[Annotated[OptionName, _of_steps], OptionValue]
+StepOptions = Annotated[
+    dict[Annotated[OptionName, _of_steps], OptionValue], AfterValidator(_with_all)
+]
 """The same of srun, for the steps of agents."""
 
 

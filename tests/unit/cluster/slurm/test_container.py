@@ -153,6 +153,13 @@ def test_an_image_that_would_lose_the_environment_is_refused() -> None:
     assert said in complaint({"container": container})
 
 
+@pytest.mark.parametrize("export", ["NONE", "PATH,KEY=hunter2", "ALLOWED"])
+def test_steps_that_would_lose_the_environment_are_refused(export: str) -> None:
+    said = complaint({"step_options": {"export": export}})
+    assert "step_options: --export without ALL keeps from agents" in said
+    assert "hunter2" not in said
+
+
 @pytest.mark.parametrize(
     ("option", "said"),
     [
