@@ -13,6 +13,7 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from liver_hpc.config.indexed_data import IndexedData, read_indexed_data, write_index
 from liver_hpc.config.schema import DataSection
@@ -120,27 +121,25 @@ def _suffixed(prefix: Path, suffix: str) -> Path:
 
 
 def _write(prefix: Path, files: Sequence[TextFile]) -> None:
-    """Writes both files under other names, and onto the disk, then renames them: where both are,
-    the data is whole."""
+    """Writes both files in a directory of this process, and onto the disk, then moves them: where
+    both are, the data is whole. What others put under a name in `prefix.parent` is not followed."""
     import numpy as np
 
-    made = {suffix: _suffixed(prefix, f"{suffix}.part") for suffix in _SUFFIXES}
     try:
-        with made["bin"].open("wb") as stream:
-            for file in files:
-                text = np.frombuffer(_read(file), np.uint8)
-                stream.write(np.append(text, np.uint16(END_OF_DOCUMENT)).tobytes())
-        write_index(made["idx"], [file.take_bytes + 1 for file in files])
-        for path in made.values():
-            flush_to_disk(path)
-        for suffix, path in made.items():
-            path.replace(_suffixed(prefix, suffix))
+        with TemporaryDirectory(prefix=f".{prefix.name}.", dir=prefix.parent) as directory:
+            made = {suffix: Path(directory, suffix) for suffix in _SUFFIXES}
+            with made["bin"].open("wb") as stream:
+                for file in files:
+                    text = np.frombuffer(_read(file), np.uint8)
+                    stream.write(np.append(text, np.uint16(END_OF_DOCUMENT)).tobytes())
+            write_index(made["idx"], [file.take_bytes + 1 for file in files])
+            for path in made.values():
+                flush_to_disk(path)
+            for suffix, path in made.items():
+                path.replace(_suffixed(prefix, suffix))
         flush_to_disk(prefix.parent)
     except OSError as error:
         raise ConfigError(f"{prefix}: cannot be written: {error.strerror}") from error
-    finally:
-        for path in made.values():
-            path.unlink(missing_ok=True)
 
 
 def _read(file: TextFile) -> bytes:

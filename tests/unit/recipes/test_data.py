@@ -188,7 +188,19 @@ def test_a_file_that_cannot_be_read_is_named(texts: Path, monkeypatch: pytest.Mo
     (texts / "a.txt").unlink()
     with pytest.raises(ConfigError, match=r"a\.txt cannot be read: No such file"):
         prepare(section(texts))
-    assert list((texts.parent / "data").glob("*.part")) == []
+    assert [path.suffix for path in (texts.parent / "data").iterdir()] == [".lock"]
+
+
+def test_what_others_have_planted_where_text_is_tokenized_is_not_written_to(texts: Path) -> None:
+    """In a directory of a group."""
+    prefix, own = prefix_of(section(texts)), texts.parent / "own"
+    own.write_text("mine")
+    prefix.parent.mkdir()
+    for end in ("bin", "idx", "bin.part", "idx.part"):
+        prefix.with_name(f"{prefix.name}.{end}").symlink_to(own)
+    prefix.with_name(f"{prefix.name}.idx").unlink()
+    prepare(section(texts))
+    assert own.read_text() == "mine"
 
 
 def test_an_output_that_cannot_be_written_is_named(texts: Path) -> None:
