@@ -298,7 +298,13 @@ class GPT(Recipe):
         if self._samples is None:
             raise ConfigError("the recipe's data is not open")
         read = zip(*(self._samples.sample(int(i)) for i in samples), strict=True)
-        stacked = (torch.stack(parts) for parts in read)
+        stacked = [torch.stack(parts) for parts in read]
+        if (most := max(int(part.max()) for part in stacked[:2])) >= self.options.vocab_size:
+            # Which with tp has an embedding of zeros, and as a label a logit of zero.
+            raise ConfigError(
+                f"the data has a token {most}, model.vocab_size is {self.options.vocab_size}: "
+                "wanted more than the largest token"
+            )
         return tuple(part.pin_memory() if torch.cuda.is_available() else part for part in stacked)
 
     def loss(self, model: MegatronModule, samples: Any) -> tuple[torch.Tensor, LossFunction]:

@@ -8,12 +8,25 @@ from typing import Any
 import pytest
 import torch
 
+from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.recipes.gpt import GPT
 
 
 class Copied(Exception):
     """Tells of a copy."""
+
+
+def reading(tokens: torch.Tensor) -> Any:
+    """A recipe whose samples are these, of a model with two words."""
+    samples = SimpleNamespace(sample=lambda _index: [tokens] * 3)
+    return SimpleNamespace(_samples=samples, options=SimpleNamespace(vocab_size=2))
+
+
+def test_a_token_that_the_model_has_no_row_for_is_refused() -> None:
+    """Over tp ranks Megatron's embedding gives zeros for it, and trains."""
+    with pytest.raises(ConfigError, match=r"has a token 2, model\.vocab_size is 2"):
+        GPT.fetch(reading(torch.arange(3)), [4], Layout.parse("tp2"), Coordinate(0, 0, 0))
 
 
 @pytest.mark.parametrize("has_cuda", [True, False])
@@ -28,8 +41,7 @@ def test_it_is_read_into_memory_from_which_a_gpu_copies_by_itself(
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    recipe: Any = SimpleNamespace(_samples=SimpleNamespace(sample=lambda _i: [torch.ones(8)] * 3))
-    read = GPT.fetch(recipe, [4, 5], Layout.parse("dp1"), Coordinate(0, 0, 0))
+    read = GPT.fetch(reading(torch.ones(8)), [4, 5], Layout.parse("dp1"), Coordinate(0, 0, 0))
     assert [part.shape for part in read] == [(2, 8)] * 3
     assert pinned == [(2, 8)] * 3 * has_cuda
 
