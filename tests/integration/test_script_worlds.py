@@ -230,3 +230,30 @@ def test_a_script_whose_loss_is_per_token_counts_each_micro_batch_by_its_tokens(
     )
     assert apart(found, wanted) < 1e-5
     assert apart(alike, wanted) > 1e-4
+
+
+def _told_of_lists(process: WorkerProcess, checkout: str, directory: str) -> Any:
+    """With what workers say that they compute, and how many index caches the run knows, as the list
+    of its data is edited between their boots."""
+    listed, told = Path(directory, "list.txt"), []
+    for blend in ("1 /data/a", "1 /data/a", "1 /data/b"):
+        listed.write_text(blend, encoding="utf-8")
+        recipe = _recipe(process, checkout, directory, f"{WORDS} --data-args-path {listed}")
+        recipe.open(Path(directory))
+        told.append((dict(recipe.texts()), len([*Path(directory).rglob("*.complete")])))
+    return told
+
+
+def test_workers_with_another_list_of_data_do_not_train_together(
+    repository: Path, tmp_path: Path
+) -> None:
+    """Nor does one take the other's index cache for its own."""
+    checkout = repository / "tests" / "standin_megatron_lm"
+    (((first, _), (same, known), (other, more)),) = run_workers(
+        _told_of_lists, 1, tmp_path, str(checkout), str(tmp_path)
+    )
+    assert first == same
+    assert {name for name in same if same[name] != other[name]} == {
+        f"--data-args-path {tmp_path}/list.txt"
+    }
+    assert (known, more) == (1, 2)

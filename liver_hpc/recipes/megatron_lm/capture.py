@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from liver_hpc.recipes.megatron_lm.arguments import agreement
 from liver_hpc.recipes.megatron_lm.judgement import judged, without_layout
 from liver_hpc.recipes.megatron_lm.options import ScriptOptions
 from liver_hpc.recipes.megatron_lm.owned import ramp_of
-from liver_hpc.recipes.megatron_lm.words import number_of
+from liver_hpc.recipes.megatron_lm.words import number_of, options_of
 from liver_hpc.world import cpu_shim, module_globals, thread
 
 _KEPT_QUIET = (
@@ -51,6 +51,8 @@ _KEPT_QUIET = (
 _GIVEN = "_GLOBAL_"
 """How the names of Megatron's global variables begin."""
 _CAPTURED = "__captured__"
+_NAMING_DATA = ("data_args_path", "per_split_data_args_path", "per_dataset_sequences_path")
+"""Options whose file says which data there is, and which the script reads as it makes datasets."""
 
 
 class _Reached(BaseException):
@@ -95,6 +97,7 @@ class Script:
         self._padded_vocabulary: int | None = None
         with _imports(self._path):
             self.text = self._path.read_bytes()
+            self.lists = _lists(options.words)
             self._code = compile(self.text, str(self._path), "exec")
             self.training: Any = importlib.import_module("megatron.training.training")
             self.arguments: Any = importlib.import_module("megatron.training.arguments")
@@ -109,7 +112,7 @@ class Script:
     @property
     def identity(self) -> object:
         """What is the same where it does the same: all that it is, and gets, but the layout."""
-        return megatron.core.__version__, self._path, self.text, self._words
+        return megatron.core.__version__, self._path, self.text, self._words, self.lists
 
     def at(self, layout: Layout) -> Captured:
         """Runs the script, where that has not been done for the layout. Not collective.
@@ -293,6 +296,17 @@ class Script:
             return self._tokenizer
 
         return once
+
+
+def _lists(words: Sequence[str]) -> dict[str, bytes]:
+    """What the files have that name a job's data, by option; of one that cannot be read the script
+    tells."""
+    found = dict[str, bytes]()
+    for option in options_of(words):
+        if option.name in _NAMING_DATA:
+            with contextlib.suppress(OSError):
+                found[str(option)] = Path(*option.values).read_bytes()
+    return found
 
 
 def _first(given: dict[str, Any], beginning: str) -> Any:

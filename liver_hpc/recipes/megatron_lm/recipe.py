@@ -68,7 +68,7 @@ class Pretrain(Recipe):
         return [*dict.fromkeys((self.options.script.parent, self.options.checkout))]
 
     def texts(self) -> Mapping[str, bytes]:
-        return {self.options.script.name: self.script.text}
+        return {self.options.script.name: self.script.text, **self.script.lists}
 
     def hidden_shape(self) -> tuple[int, ...]:
         micro_batch = self.config.train.micro_batch

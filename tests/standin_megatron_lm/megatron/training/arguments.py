@@ -70,6 +70,7 @@ _TEXT = {
     "transformer-impl": "transformer_engine",
     "tokenizer-type": None,
     "split": None,
+    "data-args-path": None,
     "data-cache-path": None,
     "lr-decay-style": "linear",
     "position-embedding-type": "learned_absolute",

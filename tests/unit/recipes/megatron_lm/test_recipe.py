@@ -32,7 +32,7 @@ def test_a_validation_set_is_there_before_the_first_step(
 def test_a_script_that_is_edited_later_is_that_which_was_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Pretrain, "script", types.SimpleNamespace(text=b"as read"))
+    monkeypatch.setattr(Pretrain, "script", types.SimpleNamespace(text=b"as read", lists={}))
     recipe = load_recipe(load_users_run(run_file(tmp_path)))
     assert [*recipe.texts().values()] == [b"as read"]
 
