@@ -7,7 +7,7 @@ import importlib
 import importlib.metadata
 import secrets
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,13 @@ _INDEXED = ("gpt_dataset", "masked_dataset", "blended_dataset")
 _LOADER = "megatron.core.safe_globals"
 """What they read it by, from core 0.19 on."""
 _ALONE = ("TENSOR_MODEL_PARALLEL", "PIPELINE_MODEL_PARALLEL", "DATA_PARALLEL")
+_CACHED = {
+    "masks_and_position_ids_are_cached",
+    "cached_attention_mask",
+    "cached_loss_mask",
+    "cached_position_ids",
+}
+"""What a GPTDataset keeps of its first sample's masks."""
 
 
 class _OneRank:
@@ -73,9 +80,7 @@ def open_datasets(script: Script, layout: Layout, directory: Path, boot_s: float
             train, validation, _ = captured.datasets_provider(numbers)
     if train is None:
         raise ConfigError("the script's dataset provider gives no training set")
-    for dataset in (train, validation):
-        for part in _parts(dataset):
-            _keep_cached_mask_whole(part)
+    _share_masks([*_parts(train), *_parts(validation)])
     return Datasets(train, validation)
 
 
@@ -171,12 +176,22 @@ def _parts(dataset: Any) -> Iterator[Any]:
             yield part
 
 
-def _keep_cached_mask_whole(dataset: Any) -> None:
-    """Megatron's GPTDataset caches the loss mask of the first sample that it is asked for, and
-    masks that sample's padding in it, too: later samples would depend on which came first."""
-    if not getattr(dataset, "masks_and_position_ids_are_cacheable", False) or not len(dataset):
-        return
-    dataset[0]
-    mask = getattr(dataset, "cached_loss_mask", None)
-    if isinstance(mask, torch.Tensor):
-        dataset.cached_loss_mask = torch.ones_like(mask)
+def _share_masks(datasets: Sequence[Any]) -> None:
+    """Megatron's GPTDataset caches the masks of the first sample that it is asked for, and masks
+    that sample's padding in its loss mask, too: later samples would depend on which came first.
+    Those of a blend cache the same, and an attention mask is large: one makes them for all."""
+    makers = dict[Any, Any]()
+    for dataset in datasets:
+        if not getattr(dataset, "masks_and_position_ids_are_cacheable", False):
+            continue
+        kind = type(dataset), id(getattr(dataset, "config", None))
+        if kind not in makers:
+            if not len(dataset):
+                continue
+            dataset[0]
+            mask = getattr(dataset, "cached_loss_mask", None)
+            if isinstance(mask, torch.Tensor):
+                dataset.cached_loss_mask = torch.ones_like(mask)
+            makers[kind] = dataset
+        for name in _CACHED & vars(makers[kind]).keys():
+            setattr(dataset, name, getattr(makers[kind], name))

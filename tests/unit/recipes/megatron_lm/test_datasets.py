@@ -201,3 +201,22 @@ def test_a_blends_datasets_are_made_in_the_world_of_the_script(
 
     assert len(opened(tmp_path, provider).train.datasets) == 2
     assert SCRIPTS.get_args() is None
+
+
+@pytest.mark.usefixtures("no_default_group")
+def test_datasets_of_a_blend_have_one_mask_which_one_sample_makes(
+    tmp_path: Path, prefixes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the square of a sample's length, and a blend is of hundreds."""
+    plain, read = GPTDataset._query_document_sample_shuffle_indices, []
+
+    def query(self: GPTDataset, index: int) -> Any:
+        read.append(index)
+        return plain(self, index)
+
+    monkeypatch.setattr(GPTDataset, "_query_document_sample_shuffle_indices", query)
+    found = opened(tmp_path, lambda _numbers: blend(prefixes, tmp_path / "cache")).train
+    assert read == [0]
+    one, other = (dataset[1] for dataset in found.datasets)
+    assert one["attention_mask"] is other["attention_mask"]
+    assert torch.equal(one["loss_mask"], other["loss_mask"])
