@@ -151,6 +151,22 @@ class Pretrain(Recipe):
                 "eval: the script's dataset provider gives no validation set; write --eval-iters 0 "
                 "into model.args"
             )
+        self._check_lengths(self._datasets)
+
+    def _check_lengths(self, datasets: Datasets) -> None:
+        """A blend without weights is gone through once, however many samples the steps take."""
+        train, evaluation = self.config.train, self.config.eval
+        parts = [("training", datasets.train, samples_before(train, train.steps))]
+        if evaluation is not None:
+            batches = train.steps // evaluation.every_steps * evaluation.steps
+            parts.append(("validation", datasets.validation, batches * train.global_batch))
+        for part, dataset, wanted in parts:
+            held = len(dataset) if hasattr(dataset, "__len__") else wanted
+            if held < wanted:
+                raise ConfigError(
+                    f"the script's {part} set has {held} samples, the run takes {wanted}: want "
+                    "fewer, or give each part of a blend a weight, with which samples come again"
+                )
 
     def batch(self, step: int) -> Sequence[Any]:
         """In the order of Megatron's sampler of one epoch."""

@@ -21,11 +21,30 @@ def test_a_validation_set_is_there_before_the_first_step(
 ) -> None:
     monkeypatch.setattr(Pretrain, "script", None)
     monkeypatch.setattr(
-        datasets, "open_datasets", lambda *_args: types.SimpleNamespace(validation=None)
+        datasets,
+        "open_datasets",
+        lambda *_args: types.SimpleNamespace(train=range(8000), validation=None),
     )
     load_recipe(load_users_run(run_file(tmp_path, "--eval-iters 0"))).open(tmp_path)
     recipe = load_recipe(load_users_run(run_file(tmp_path)))
     with pytest.raises(ConfigError, match="no validation set; write --eval-iters 0"):
+        recipe.open(tmp_path)
+
+
+@pytest.mark.parametrize(("train", "validation"), [(80, 48), (79, 48), (80, 47)])
+def test_samples_that_end_before_the_run_are_found_before_its_first_step(
+    train: int, validation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A blend without weights has each of its samples once."""
+    held = types.SimpleNamespace(train=range(train), validation=range(validation))
+    monkeypatch.setattr(Pretrain, "script", None)
+    monkeypatch.setattr(datasets, "open_datasets", lambda *_args: held)
+    more = "--train-iters 10 --eval-interval 3 --eval-iters 2"
+    recipe = load_recipe(load_users_run(run_file(tmp_path, more)))
+    if (train, validation) == (80, 48):
+        recipe.open(tmp_path)
+        return
+    with pytest.raises(ConfigError, match=r"set has (79|47) samples, the run takes (80|48)"):
         recipe.open(tmp_path)
 
 
