@@ -76,6 +76,7 @@ class _SharedGPTDataset(GPTDataset):  # type: ignore[misc]
     def __init__(self, *args: Any, orders: _Orders) -> None:
         self._orders = orders
         super().__init__(*args)
+        del self.indices  # a number for each document, which only building wants
 
     def _build_document_sample_shuffle_indices(self) -> tuple[NDArray[Any], ...]:
         # Without a cache of its own Megatron builds in this process, whatever its rank.
@@ -144,7 +145,7 @@ class TokenSamples:
             GPTDataset.build_low_level_dataset(str(prefix), self._config)
             for prefix in corpus.prefixes
         ]
-        self._of_data = [_hash_of_index(prefix) for prefix in corpus.prefixes]
+        self._of_data = [_hash_of_index(prefix, cache, limit_s) for prefix in corpus.prefixes]
         self._check_unchanged(cache, limit_s)
         self._parts = [
             (self._part(split, count), count)
@@ -216,9 +217,17 @@ class TokenSamples:
         )
 
 
-def _hash_of_index(prefix: Path) -> str:
-    with prefix.with_name(f"{prefix.name}.idx").open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+def _hash_of_index(prefix: Path, cache: Path, limit_s: float) -> str:
+    """The first process takes it of a file, which may have hundreds of gigabytes, and the others
+    while that stays as it is."""
+    path = prefix.with_name(f"{prefix.name}.idx")
+    status = path.stat()
+    noted = cache / f"index-{_digest((str(path), status.st_size, status.st_mtime_ns))}"
+    with first_alone(noted, limit_s):
+        if not noted.exists():
+            with path.open("rb") as stream:
+                _write(noted, hashlib.file_digest(stream, "sha256").hexdigest().encode())
+    return noted.read_text(encoding="utf-8")
 
 
 def _digest(depends_on: object) -> str:

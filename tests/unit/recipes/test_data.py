@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import subprocess
 import sys
@@ -337,6 +338,18 @@ def test_a_run_whose_data_was_replaced_does_not_go_on_with_other_samples(prefix:
     replace_data(prefix)
     with pytest.raises(ConfigError, match=r"tokens\.idx is not what the run began with"):
         samples(prefix)
+
+
+def test_an_index_is_read_whole_once_while_it_stays_as_it_is(
+    prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have hundreds of gigabytes, and each worker opens it."""
+    samples(prefix)
+    with monkeypatch.context() as unread:
+        unread.setattr(hashlib, "file_digest", lambda *_args: pytest.fail("it is read again"))
+        samples(prefix)
+    os.utime(f"{prefix}.idx", ns=(1, 1))
+    samples(prefix)  # the same bytes, put back
 
 
 def test_there_are_as_many_samples_as_asked_for(prefix: Path) -> None:
