@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NoReturn
 
 from liver_hpc.config.completion import Derived
-from liver_hpc.config.indexed_data import read_indexed_data
+from liver_hpc.config.indexed_data import PARTS, read_indexed_data
 from liver_hpc.config.megatron_checkpoint import OWNER_FILE, TRACKER_FILE
 from liver_hpc.config.problems import KeyPath
 from liver_hpc.config.schema import RampupSection, TrainSection
@@ -268,8 +270,8 @@ def data_problems(job: Owned) -> Iterator[str]:
     the script's to read."""
     if job["mock_data"]:
         return
-    for name in LISTS:
-        for word in job[name] or ():
+    for name, words in _named_data(job):
+        for word in words:
             if "://" not in word and not is_number(word) and not Path(word).exists():
                 try:
                     read_indexed_data(Path(word.strip()))
@@ -278,6 +280,20 @@ def data_problems(job: Owned) -> Iterator[str]:
     for name in ("data_args_path", "per_split_data_args_path"):
         if job[name] is not None and "://" not in job[name] and not Path(job[name]).is_file():
             yield f"{flag(name)} {job[name]}: there is no such file"
+
+
+def _named_data(job: Owned) -> Iterator[tuple[str, Sequence[str]]]:
+    """Prefixes and weights, by the option that has them, or whose file has."""
+    yield from ((name, job[name] or ()) for name in LISTS)
+    with suppress(OSError, ValueError):  # of a file that cannot be read, the script tells
+        if job["data_args_path"] is not None:
+            yield "data_args_path", Path(job["data_args_path"]).read_text("utf-8").split()
+    with suppress(OSError, ValueError):
+        if job["per_split_data_args_path"] is not None:
+            named = json.loads(Path(job["per_split_data_args_path"]).read_text("utf-8"))
+            for each in map(named.get, PARTS):
+                words = each.split() if isinstance(each, str) else each or ()
+                yield "per_split_data_args_path", [*map(str, words)]
 
 
 def ramp_of(words: Sequence[str] | None) -> RampupSection | None:

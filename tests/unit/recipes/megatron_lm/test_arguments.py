@@ -210,6 +210,26 @@ def test_data_is_looked_at_where_a_run_is_submitted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("data-args-path", "0.3 HERE/a 0.7 HERE/b"),
+        (
+            "per-split-data-args-path",
+            '{"train": [0.3, "HERE/a", 0.7, "HERE/b"], "valid": "HERE/a"}',
+        ),
+    ],
+)
+def test_data_that_a_file_lists_is_looked_at_too(name: str, text: str, tmp_path: Path) -> None:
+    write_pair(tmp_path / "a", [3])
+    listed = tmp_path / "list"
+    listed.write_text(text.replace("HERE", str(tmp_path)), encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"--{name}: {tmp_path}/b.idx is missing"):
+        check_data_of(f"{DATA} --{name} {listed}".split())
+    write_pair(tmp_path / "b", [3])
+    check_data_of(f"{DATA} --{name} {listed}".split())
+
+
+@pytest.mark.parametrize(
     "more",
     [
         "--data-path /a --split 100,0,0", "--data-args-path /a --split 100", "--train-data-path /a",
