@@ -18,7 +18,7 @@ import torch
 from megatron.core import parallel_state
 
 from liver_hpc.errors import ConfigError
-from liver_hpc.host.files import LOCK_LIMIT_S, file_lock, first_alone
+from liver_hpc.host.files import LOCK_LIMIT_S, file_lock, first_alone, flush_to_disk
 from liver_hpc.layout.coordinates import Coordinate, Layout
 from liver_hpc.recipes.megatron_lm.alone import alone
 from liver_hpc.recipes.megatron_lm.capture import Script
@@ -122,7 +122,8 @@ def _load_plainly(file: Any, *args: Any, **options: Any) -> Any:
 
 
 def _save_whole(file: str, array: Any, **options: Any) -> None:
-    """numpy.save; what is there already, and may be mapped by another run's workers, stays."""
+    """numpy.save; a file is whole once it has its name, as Megatron takes it to be. What is there
+    already, and may be mapped by another run's workers, stays."""
     path = Path(file)
     with suppress(OSError, ValueError, EOFError):
         if numpy.array_equal(_load_plainly(path, mmap_mode="r"), array):
@@ -131,6 +132,7 @@ def _save_whole(file: str, array: Any, **options: Any) -> None:
     try:
         with made.open("xb") as stream:
             numpy.save(stream, array, **options)
+        flush_to_disk(made)
         made.replace(path)
     finally:
         made.unlink(missing_ok=True)

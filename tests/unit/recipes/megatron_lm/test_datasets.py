@@ -220,3 +220,27 @@ def test_datasets_of_a_blend_have_one_mask_which_one_sample_makes(
     one, other = (dataset[1] for dataset in found.datasets)
     assert one["attention_mask"] is other["attention_mask"]
     assert torch.equal(one["loss_mask"], other["loss_mask"])
+
+
+@pytest.mark.usefixtures("no_default_group")
+def test_an_index_that_was_not_written_whole_is_built_again(
+    tmp_path: Path, prefixes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron takes what has its name for whole, and loads it in each later start."""
+    plain = np.save
+
+    def save(file: Any, array: Any, **options: Any) -> None:
+        if "shuffle_index" not in str(getattr(file, "name", file)):
+            return plain(file, array, **options)
+        with open(file, "wb") if isinstance(file, str) else file as stream:
+            stream.write(b"\x93NUMPY")
+        raise OSError("no space left")
+
+    def made() -> Any:
+        return opened(tmp_path, lambda _numbers: blend(prefixes, tmp_path / "cache")).train
+
+    with monkeypatch.context() as full:
+        full.setattr(np, "save", save)
+        with pytest.raises(OSError, match="no space left"):
+            made()
+    assert len(made()) >= 8
