@@ -36,13 +36,19 @@ _DEFAULTS = {
     # Threads that come and go with every handoff would each leave a heap of their own behind.
     "MALLOC_ARENA_MAX": "1",
 }
+_UNBOUND = {
+    # A library that binds its threads binds the one that loads it, and all that this one starts, to
+    # the first core of the process's: that of the node's other workers, too.
+    "OMP_PROC_BIND": "false",
+    "KMP_AFFINITY": "disabled",
+}
 
 log = logging.getLogger(__name__)
 
 
 def workers_environment() -> dict[str, str]:
     """What all workers of this node have in their environment."""
-    return {**_DEFAULTS, **clean_environment(os.environ)}
+    return {**_DEFAULTS, **clean_environment(os.environ), **_UNBOUND}
 
 
 class BootError(LiverError):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import selectors
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +14,7 @@ import psutil
 import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.node.workers import NodeWorkers, WorkerPlan
+from liver_hpc.node.workers import NodeWorkers, WorkerPlan, workers_environment
 from liver_hpc.rendezvous.base import Answer
 from liver_hpc.rendezvous.local import Said
 from tests.fakes import threads_refused
@@ -93,6 +96,30 @@ def test_one_that_has_ended_is_over_once_its_last_words_were_heard(watched: Watc
         (7, "my last words"),
         (7, "exit code 0; see logs/worker-a0-0.log"),
     ]
+
+
+LOADS_OPENMP = """
+import ctypes, os, sys
+before = os.sched_getaffinity(0)
+ctypes.CDLL(sys.argv[1])
+print(os.sched_getaffinity(0) == before)
+"""
+
+
+@pytest.mark.parametrize(
+    "told", [{}, {"OMP_PROC_BIND": "true"}, {"OMP_PLACES": "cores"}, {"GOMP_CPU_AFFINITY": "0-1"}]
+)
+def test_workers_of_a_node_are_not_all_bound_to_its_first_core(
+    told: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    (torch,) = importlib.util.find_spec("torch").submodule_search_locations  # type: ignore[union-attr,misc]
+    library = next(Path(torch).parent.glob("torch*/**/libgomp*.so*"))
+    words = [sys.executable, "-S", "-c", LOADS_OPENMP, str(library)]
+    for environment, unbound in ((None, not told), (workers_environment(), True)):
+        said = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+        assert said.stdout.split() == [str(unbound or os.cpu_count() == 1)]
 
 
 def lives(process: psutil.Process) -> bool:
