@@ -44,6 +44,9 @@ KILLED = 137
 EXIT_UNHEALTHY = 90
 """Exit code of an agent whose node has failed `cluster.health_check`; its last error says how."""
 
+EXIT_BOOT = 87
+"""Exit code of an agent, or of a launch, of which a worker has died in its boot or was late."""
+
 AGENT_MODULE = "liver_hpc.node.agent"
 
 _SWEEP_S = 20.0

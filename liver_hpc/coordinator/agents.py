@@ -12,7 +12,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from liver_hpc.clock import Clock, Deadline
-from liver_hpc.cluster.launcher import EXIT_UNHEALTHY, KILLED, Launcher, NotLaunched, last_words
+from liver_hpc.cluster.launcher import (
+    EXIT_BOOT,
+    EXIT_UNHEALTHY,
+    KILLED,
+    Launcher,
+    NotLaunched,
+    last_words,
+)
 from liver_hpc.coordinator.connections import PeerRegistry
 from liver_hpc.errors import LiverError
 from liver_hpc.layout.coordinates import Layout
@@ -24,6 +31,8 @@ log = logging.getLogger(__name__)
 
 GATHER_S = 0.3
 """The nodes of one grant are told one by one; one srun starts agents on all of them."""
+MOST_BOOTS = 3
+"""So many launches in a row may fail in boot on a node."""
 
 
 class NodeAgents:
@@ -61,6 +70,8 @@ class NodeAgents:
         self.silent: set[str] = set()
         self.given_up: set[str] = set()
         self._unhealthy: dict[str, str] = {}  # nodes, and what is wrong with them
+        self._failed_boots: dict[str, int] = {}  # in a row, by nodes
+        self._failing: dict[str, str] = {}  # nodes, and what the last of these has said
 
     def start(self, agent: str, node: str) -> None:
         """An agent without a launch on a node where none is. Those of the nodes that come within
@@ -247,7 +258,8 @@ class NodeAgents:
     def heard(self, ended: m.LaunchEnded) -> None:
         """Of an agent that stays."""
         if self._agent_of.get(ended.launch) == ended.agent:
-            self._strike_off(ended.launch, ended.exit_code, ended.error)
+            node = self._nodes.get(ended.agent, "")
+            self._strike_off(ended.launch, node, ended.exit_code, ended.error)
 
     def ended(self) -> Iterator[AgentEnded]:
         """The launches that have ended since the last call; to be asked again and again."""
@@ -267,7 +279,7 @@ class NodeAgents:
             if code == EXIT_UNHEALTHY:
                 self._unhealthy[node] = said
             for launch in [each for each, its in self._agent_of.items() if its == agent]:
-                self._strike_off(launch, code, said)
+                self._strike_off(launch, node, code, said)
         ended, self._ended = self._ended, []
         yield from ended
 
@@ -276,7 +288,17 @@ class NodeAgents:
         found, self._unhealthy = self._unhealthy, {}
         return found
 
-    def _strike_off(self, launch: str, exit_code: int, said: str) -> None:
+    def failing(self) -> dict[str, str]:
+        """Nodes since the last call on which MOST_BOOTS launches in a row have failed in boot, and
+        nothing else is."""
+        found, self._failing = self._failing, {}
+        return found
+
+    def _strike_off(self, launch: str, node: str, exit_code: int, said: str) -> None:
         del self._agent_of[launch]
+        failed = self._failed_boots.pop(node, 0) + 1 if exit_code == EXIT_BOOT else 0
+        self._failed_boots[node] = failed
+        if failed >= MOST_BOOTS and node not in map(self._nodes.get, self._agent_of.values()):
+            self._failing[node] = said
         self._killed.pop(launch, None)
         self._ended.append(AgentEnded(launch, exit_code, said))

@@ -449,6 +449,11 @@ class Coordinator:
             self._feed(ended)
         for node, why in self._agents.unhealthy().items():
             self._services.pool.reject(node, why)
+        for node, why in self._agents.failing().items():
+            held = self.core.elastic.nodes.get(node)
+            if held is not None and held.node.burst:  # else it would have the others wait for it
+                self._agents.give_back(node)
+                self._services.pool.reject(node, f"workers fail in boot: {why}")
         if self.core.awaits_joiners:
             try:
                 self._services.rendezvous.check()

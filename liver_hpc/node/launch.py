@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from liver_hpc.clock import Clock, Deadline
+from liver_hpc.cluster.launcher import EXIT_BOOT
 from liver_hpc.config.schema import DeadlineSection
 from liver_hpc.errors import LiverError, MeetingError
 from liver_hpc.host.child import kill_at_last
@@ -31,8 +32,6 @@ EXIT_STUCK = 81
 """A call of MPI's did not come back by the deadline."""
 EXIT_RENDEZVOUS_LOST = 82
 """The rendezvous ended in the middle of the meeting."""
-EXIT_BOOT = 87
-"""A worker died in its boot, or did not finish it in time."""
 EXIT_NOT_MET = 88
 """The rendezvous refused the agent, or did not answer in time."""
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from liver_hpc.clock import FakeClock
-from liver_hpc.cluster.launcher import EXIT_UNHEALTHY, KILLED, NotLaunched
+from liver_hpc.cluster.launcher import EXIT_BOOT, EXIT_UNHEALTHY, KILLED, NotLaunched
 from liver_hpc.coordinator.agents import GATHER_S, NodeAgents
 from liver_hpc.coordinator.connections import PeerRegistry
 from liver_hpc.errors import LiverError
@@ -286,6 +286,22 @@ def test_an_agent_that_cannot_be_started_leaves_it_to_the_launch(book: Book) -> 
     book.come()
     with pytest.raises(LiverError, match="closed"):
         book.launch("a1")
+
+
+def test_a_node_on_which_nothing_boots_is_told_where_nothing_else_is_on_it(book: Book) -> None:
+    book.launch("a0")
+    book.listens("a0")
+    for number, code in enumerate([EXIT_BOOT, EXIT_BOOT, 0, *[EXIT_BOOT] * 3], 1):
+        book.launch(f"a{number}")
+        book.agents.heard(said(f"a{number}", code, f"no GPU, {number}"))
+    assert book.agents.failing() == {}, "another launch is there"
+    book.agents.heard(said("a0"))
+    for number in (7, 8, 9):
+        assert book.agents.failing() == {}
+        book.launch(f"a{number}")
+        book.agents.heard(said(f"a{number}", EXIT_BOOT, f"no GPU, {number}"))
+    assert book.agents.failing() == {"n1": "no GPU, 9"}
+    assert book.agents.failing() == {}
 
 
 def test_a_node_that_is_not_well_is_told_with_what_its_agent_said(

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from liver_hpc.cluster.launcher import EXIT_BOOT
+from liver_hpc.coordinator.agents import MOST_BOOTS
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
 from liver_hpc.run.agents import TERMINATED
@@ -27,6 +29,30 @@ def test_granted_nodes_become_one_growth(make: Start) -> None:
     assert on == {"n1", "n2", "burst3", "burst4"}
     run.until(lambda: len(run.metrics.notices) == 2, "both notices")
     assert {n.outcome for n in run.metrics.notices} == {"in use"}
+
+
+def test_a_burst_node_on_which_nothing_boots_does_not_keep_the_run_from_another_one(
+    make: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = on_two_nodes(make, layouts={2: [{"dp": 2}], 3: [{"dp": 3}], 4: [{"dp": 4}]})
+    cluster, pool, why = run.cluster, run.cluster.pool, list[str]()
+
+    class Fallen(dict[str, int]):
+        def get(self, agent: str, *_default: Any) -> Any:
+            here = {each.agent for each in cluster.launched if each.seat.node == "burst3"}
+            return EXIT_BOOT if agent in here else None
+
+    def reject(node: str, reason: str) -> None:
+        why.append(reason)
+        pool.say(NodeGone(node, reason))
+
+    monkeypatch.setattr(cluster, "fallen_agents", Fallen())
+    monkeypatch.setattr(pool, "reject", reject)
+    pool.grant(burst(3))
+    pool.grant(burst(4))
+    run.until(lambda: len(run.status()["workers"]) == 3, "growth onto the other node")
+    assert why == ["workers fail in boot: "]
+    assert [each.outcome for each in run.metrics.reconfigurations][:MOST_BOOTS] == ["aborted"] * 3
 
 
 def test_a_node_for_which_there_is_no_layout_is_not_used(make: Start) -> None:
