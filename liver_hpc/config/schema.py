@@ -579,11 +579,10 @@ class ClusterSection(Section):
         """Of the nodes that a run on Slurm may have."""
         return [*self.slurm.components, *([self.slurm.burst] if self.slurm.burst else [])]
 
-    @property
-    def wanted_gpus(self) -> int:
-        """GPUs that each node is asked for with, at least."""
-        counts = [gpu_count(part.gpus_per_node) for part in self.parts if self.kind == "slurm"]
-        return min(counts, default=0)
+    def wanted_gpus(self, place: int) -> int:
+        """GPUs that each node is asked for with, at least, that has such a place for a worker."""
+        parts = [part for part in self.parts if self.kind == "slurm" and self.slots(part) > place]
+        return min((gpu_count(part.gpus_per_node) for part in parts), default=0)
 
     def slots(self, part: ComponentSection | BurstSection) -> int:
         """Workers that one node of a component or of a burst allocation takes."""

@@ -83,7 +83,7 @@ def boot(run_directory: Path, layout: Layout) -> Worker:
         from liver_hpc.world.device import gpu_addresses, open_device
 
         # Before megatron is imported: where there is no CUDA, the device brings the stand-in.
-        device = open_device(place, wanted_gpus=config.cluster.wanted_gpus)
+        device = open_device(place, wanted_gpus=config.cluster.wanted_gpus(place))
         if config.workers.bind == "auto" and not os.environ.get(CORES):
             _stay_near(gpu_addresses(), place)
         from liver_hpc.worker.control import Worker

@@ -163,10 +163,16 @@ def test_nodes_with_gpus_and_without_are_not_of_one_run() -> None:
         "cluster.slurm: gpus_per_node of extra, burst is 0, others have some: workers on CPUs "
         "cannot train with those on GPUs"
     ]
-    config = on_slurm(main, burst={**BURST, "gpus_per_node": "h100:2"})
-    assert config.cluster.wanted_gpus == 2
-    assert on_slurm(MAIN).cluster.wanted_gpus == 0
-    check_run(config, FourHeads())
+    check_run(on_slurm(main, burst={**BURST, "gpus_per_node": "h100:2"}), FourHeads())
+
+
+def test_a_worker_wants_a_gpu_of_its_own_where_all_nodes_with_its_place_have_one() -> None:
+    assert on_slurm(MAIN).cluster.wanted_gpus(0) == 0
+    main, two = {"name": "main", "gpus_per_node": 4}, {**BURST, "gpus_per_node": "h100:2"}
+    cluster = on_slurm(main, burst=two).cluster
+    assert [*map(cluster.wanted_gpus, range(4))] == [2, 2, 4, 4]
+    shared = on_slurm(main, burst={**two, "workers_per_node": 4}).cluster
+    assert [*map(shared.wanted_gpus, range(4))] == [2, 2, 2, 2]
 
 
 def test_what_was_found_before_is_told_with_the_rest() -> None:
