@@ -104,7 +104,7 @@ class HostedCoordinator:
         next one. Likewise the file system is asked again for as long as a run goes on without a
         coordinator."""
         # Of OpenBLAS there is one in numpy and one in scipy: each would start a thread per core.
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", os.environ.get("OMP_NUM_THREADS") or "1")
         importlib.import_module(_CODE)
         drop_unwritable_output()
         self._patience_s = self._run.config().deadlines.successor_s

@@ -381,7 +381,7 @@ def open_device(local_rank: int, wanted_gpus: int = 0) -> Device:
             f"wanted a GPU, as the run file has gpus_per_node; torch {torch.__version__} {what}, "
             f"and sees none on {_listed_gpus()}"
         )
-    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    threads = os.environ.get("OMP_NUM_THREADS") or "1"  # empty, where it was to be another's value
     torch.set_num_threads(int(threads.partition(",")[0]))  # "4,2": those of nested regions follow
     from liver_hpc.world import cpu_shim
 

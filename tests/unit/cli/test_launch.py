@@ -275,7 +275,7 @@ def test_one_that_was_superseded_ends_when_it_is_told_to(
     assert hosted.outcome is None
 
 
-@pytest.mark.parametrize(("given", "wanted"), [(None, "1"), ("8", "8")])
+@pytest.mark.parametrize(("given", "wanted"), [(None, "1"), ("", "1"), ("8", "8")])
 def test_what_is_imported_for_a_coordinator_starts_a_thread_per_core_only_where_asked_to(
     given: str | None, wanted: str, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,9 +91,9 @@ def test_a_worker_whose_gpu_is_gone_does_not_share_that_of_another(
     assert open_device(2, wanted_gpus=2).torch_device.index == 0  # by workers_per_node
 
 
-@pytest.mark.parametrize("given", ["4", "4,2"])
+@pytest.mark.parametrize(("given", "wanted"), [("4", 4), ("4,2", 4), ("", 1)])
 def test_a_worker_on_a_cpu_has_the_threads_of_the_outermost_region(
-    given: str, monkeypatch: pytest.MonkeyPatch
+    given: str, wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[int] = []
     monkeypatch.setenv("OMP_NUM_THREADS", given)
@@ -102,7 +102,7 @@ def test_a_worker_on_a_cpu_has_the_threads_of_the_outermost_region(
     for module in (cpu_shim, gloo_waits):
         monkeypatch.setattr(module, "install", lambda: None)
     open_device(0)
-    assert told == [4]
+    assert told == [wanted]
 
 
 @pytest.mark.parametrize(("given", "told"), [("", "32"), ("1", "1"), ("32", "32")])
