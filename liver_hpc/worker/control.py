@@ -103,7 +103,7 @@ class Worker:
                 host=socket.gethostname(),
                 booted_s=now_s,
                 boot_timings_s=self._timings_s | {"meet": now_s - self._booted_s},
-                code=code_of(self._recipe),
+                code=code_of(self._recipe, self._device),
             )
         )
         quiet_thread(self._serve_control, "control")

@@ -9,10 +9,14 @@ import sys
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import liver_hpc
 from liver_hpc.recipes.base import Recipe
 from liver_hpc.recipes.specs import versions_of
+
+if TYPE_CHECKING:
+    from liver_hpc.world.device import Device
 
 _LOOKED_UP = ("transformer-engine",)
 
@@ -33,13 +37,14 @@ def imported_code(recipe: str) -> dict[str, str]:
     return found
 
 
-def code_of(recipe: Recipe) -> dict[str, str]:
+def code_of(recipe: Recipe, device: Device) -> dict[str, str]:
     """All that workers of one run must have alike, by name; for after the data was opened."""
     import megatron.core
     import torch
 
     texts = {name: _digest(text) for name, text in recipe.texts().items()}
     return {
+        "device": device.torch_device.type,  # a node may have lost its driver
         "torch": str(torch.__version__),
         "CUDA": str(torch.version.cuda),
         "megatron-core": megatron.core.__version__,

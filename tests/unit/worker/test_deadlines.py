@@ -307,7 +307,7 @@ def test_a_worker_whose_coordinator_does_not_say_exit_ends_by_itself(
 ) -> None:
     for name in ("install_sentinel", "Trainer", "Network", "address_towards", "quiet_thread"):
         monkeypatch.setattr(control, name, lambda *_of: None)
-    monkeypatch.setattr(control, "code_of", lambda _recipe: {})
+    monkeypatch.setattr(control, "code_of", lambda *_of: {})
     monkeypatch.setattr(control, "leave", sys.exit)
     one: Any = object.__new__(control.Worker)
     one._config, one._clock = worker._context.config, SystemClock()

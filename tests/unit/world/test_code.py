@@ -12,6 +12,7 @@ import torch
 
 from liver_hpc.recipes.base import find_recipe
 from liver_hpc.world.code import code_of, imported_code
+from liver_hpc.world.device import Device
 from tests.fakes import TinyRecipe, tiny_recipe, tiny_run
 
 RECIPE = """
@@ -49,11 +50,13 @@ def test_a_worker_says_what_it_has_imported_and_read() -> None:
         def texts(self) -> dict[str, bytes]:
             return {"pretrain_gpt.py": b"import torch"}
 
-    plain = code_of(tiny_recipe(tiny_run()))
+    device = Device(torch.device("cpu"))
+    plain = code_of(tiny_recipe(tiny_run()), device)
+    assert plain["device"] == "cpu"
     assert plain["torch"] == torch.__version__
     assert plain["CUDA"] == str(torch.version.cuda)
     assert plain["megatron-core"] == megatron.core.__version__
     assert {"liver_hpc", "tests.fakes", "transformer-engine"} <= {*plain}
     options: Any = tiny_recipe(tiny_run()).options
-    reads = code_of(Reader(options, tiny_run()))
+    reads = code_of(Reader(options, tiny_run()), device)
     assert {*reads} - {*plain} == {"pretrain_gpt.py"}
