@@ -21,6 +21,7 @@ from unittest import mock
 
 import pytest
 
+from liver_hpc.config.schema import DeadlineSection
 from liver_hpc.errors import DeadlineError, LiverError, ProtocolError
 from liver_hpc.host.process import raise_descriptor_limit
 from liver_hpc.protocol.messages import (
@@ -327,6 +328,14 @@ def test_a_peer_that_stands_still_within_a_message_is_given_up(
             channel.receive()
         release.set()
         assert ended.wait(5.0)
+
+
+def test_a_way_that_is_broken_is_given_up_long_before_who_lives_counts_as_silent() -> None:
+    """After a link was out for 20 s, TCP's own next try came when 34.9 s had been silent."""
+    with serving() as server, connected(server) as channel:
+        its = channel._socket
+        limit_ms = its.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+    assert limit_ms <= 1000 * DeadlineSection().heartbeat_s / 3
 
 
 def test_the_end_of_the_peer_is_noticed() -> None:
