@@ -60,8 +60,8 @@ class NodeFacts:
     """What a node has.
 
     interfaces: those that are up, with their IPv4 address. host_interface: the one whose address
-    the node's name resolves to. route_interface: that of the default route. nccl_files: variables
-    that a file sets which NCCL reads, and which.
+    the node's name resolves to, of several that of the default route. route_interface: that of the
+    default route. nccl_files: variables that a file sets which NCCL reads, and which.
     """
 
     host: str
@@ -76,11 +76,13 @@ def node_facts() -> NodeFacts:
     """What this node has, as it is now."""
     host, interfaces = socket.gethostname(), interface_addresses()
     holders = (interface_holding(address, interfaces) for address in hostname_addresses(host))
+    named, route = [*filter(None, holders)], interface_towards(SOMEWHERE)
     return NodeFacts(
         host=host,
         interfaces=interfaces,
-        host_interface=next(filter(None, holders), None),
-        route_interface=interface_towards(SOMEWHERE),
+        # To its own node systemd-resolved says all of its addresses, those of bridges too.
+        host_interface=route if route in named else next(iter(named), None),
+        route_interface=route,
         hca_ports=tuple(active_hca_ports()),
         nccl_files=set_by_files(nccl_files(os.environ)),
     )

@@ -45,13 +45,14 @@ def interface_holding(address: str, interfaces: dict[str, str]) -> str | None:
 
 
 def hostname_addresses(host: str) -> list[str]:
-    """IPv4 addresses that a hostname resolves to; without one that only leads back here."""
+    """IPv4 addresses that a hostname resolves to; without those that only lead back here, or to the
+    next device, as to a node's own BMC: of several getaddrinfo says these first."""
     try:
         found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
     except OSError:
         return []
-    addresses = [str(entry[4][0]) for entry in found]
-    return [address for address in addresses if not is_loopback(address)]
+    addresses = [ipaddress.ip_address(entry[4][0]) for entry in found]
+    return [str(one) for one in addresses if not (one.is_loopback or one.is_link_local)]
 
 
 def is_loopback(host: str) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from liver_hpc.cluster import network
 from liver_hpc.cluster.network import (
     NCCL_TELLS,
     HcaPort,
@@ -15,6 +17,7 @@ from liver_hpc.cluster.network import (
     control_interface,
     nccl_files,
     nccl_log_path,
+    node_facts,
     set_by_files,
     worker_network_environment,
 )
@@ -198,3 +201,24 @@ def test_only_active_ports_count(tmp_path: Path) -> None:
 def test_the_way_to_loopback_is_the_loopback_interface() -> None:
     assert interface_towards("127.0.0.1") == "lo"
     assert interface_towards("no.such.host.invalid") is None
+
+
+@pytest.mark.parametrize(
+    ("told", "route", "interface"),
+    [
+        (["169.254.95.120", "172.17.0.1", "10.1.0.7", "10.0.0.7"], "eth0", "eth0"),
+        (["10.1.0.7"], "eth0", "ib0"),
+        (["169.254.95.120", "10.1.0.7", "10.0.0.7"], None, "ib0"),
+        (["169.254.95.120", "127.0.1.1"], "eth0", None),
+    ],
+)
+def test_of_a_names_addresses_that_of_the_default_route_counts_and_never_a_bmcs(
+    told: list[str], route: str | None, interface: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As systemd-resolved says a node all of its own, and glibc puts link-local ones first."""
+    here = INTERFACES | {"usb0": "169.254.95.120", "docker0": "172.17.0.1"}
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in told]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: found)
+    monkeypatch.setattr(network, "interface_addresses", lambda: here)
+    monkeypatch.setattr(network, "interface_towards", lambda _: route)
+    assert node_facts().host_interface == interface
