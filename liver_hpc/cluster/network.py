@@ -232,7 +232,7 @@ def _require_hca(given: str, facts: NodeFacts) -> None:
         return
     exact = given.startswith("=")
     for entry in _names(given.removeprefix("=")):
-        name, _, port = re.sub(r":+", ":", entry).partition(":")
+        name, port = [*entry.split(":"), ""][:2]  # behind them a rail and a plane, from 2.30 on
         meant = f"{re.escape(name)}{'' if exact else '.*'}:{re.escape(port) or '.*'}"
         if not any(re.fullmatch(meant, str(held)) for held in facts.hca_ports):
             ports = ", ".join(map(str, facts.hca_ports)) or "none"

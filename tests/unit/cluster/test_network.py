@@ -116,12 +116,14 @@ def test_ethernet_adapters_are_taken_where_there_is_no_infiniband() -> None:
     assert chosen(node(hca_ports=(*IB, *ROCE)), {})["NCCL_IB_HCA"] == "=mlx5_0:1,mlx5_1:1"
 
 
-@pytest.mark.parametrize("given", ["mlx5", "mlx5_0", "mlx5_0:1", "=mlx5_1:1", "^mlx4"])
+@pytest.mark.parametrize(
+    "given", ["mlx5", "mlx5_0", "mlx5_0:1", "=mlx5_1:1", "^mlx4", "=mlx5_0:1:0:1,mlx5_1::1"]
+)
 def test_adapters_in_nccls_syntax(given: str) -> None:
     assert chosen(node(hca_ports=IB), {}, ib_hca=given)["NCCL_IB_HCA"] == given
 
 
-@pytest.mark.parametrize("given", ["mlx4", "mlx5_0:2", "=mlx5", "mlx5_0,hfi1_0"])
+@pytest.mark.parametrize("given", ["mlx4", "mlx5_0:2", "=mlx5", "mlx5_0,hfi1_0", "mlx5_0:2:0"])
 def test_an_adapter_that_a_node_lacks_is_an_error_with_what_there_is(given: str) -> None:
     with pytest.raises(ConfigError, match=r"node n7 .* active ports are mlx5_0:1, mlx5_1:1"):
         chosen(node(hca_ports=IB), {}, ib_hca=given)
