@@ -34,7 +34,8 @@ from liver_hpc.host.child import Child, Command
 from liver_hpc.host.files import make_directory
 from liver_hpc.host.process import clean_environment, quiet_thread
 from liver_hpc.recipes.specs import NOT_INSTALLED
-from liver_hpc.run.secret import create_secret
+from liver_hpc.rendezvous.channel import connect
+from liver_hpc.run.secret import create_secret, read_secret
 
 ALLOCATION_MIN = 10
 """Time limit of the doctor's own allocation, in minutes: its end is Slurm's, whatever happens."""
@@ -50,6 +51,7 @@ _END_S = 5.0
 _KILL_S = 10.0
 _NODE_S = 30.0
 _MEET_S = 60.0
+_REACH_S = 10.0
 _BYTES_S = 120.0
 _SEEN_S = 15.0
 
@@ -337,9 +339,15 @@ def _clocks(nodes: Nodes) -> Result:
 
 def _meeting(nodes: Nodes) -> Result:
     first, second = nodes.names[:2]
-    host = nodes.one(first, "rendezvous", _MEET_S)["host"]
+    at = nodes.one(first, "rendezvous", _MEET_S)
     said = nodes.one(second, "join", _MEET_S, within_s=_MEET_S / 2)
-    return passed(f"{second} met {first} ({host}) in {said['took_s']:.2f} s")
+    found = f"{second} met {first} ({at['host']}) in {said['took_s']:.2f} s"
+    try:
+        secret = read_secret(nodes.directory / "secret")
+        connect((at["host"], at["port"]), secret, _REACH_S, first).close()
+    except LiverError as error:
+        return warned(f"{found}; this host does not come there: {error}", _FROM_HERE)
+    return passed(found)
 
 
 def _bandwidth(backend: str, nodes: Nodes) -> Result:
@@ -359,6 +367,10 @@ def _bandwidth(backend: str, nodes: Nodes) -> Result:
 
 
 _LINK = "see that nodes reach each other on the interface above; name another in network"
+_FROM_HERE = (
+    "name an interface in network.interface that this host reaches, too, or give `liver status`, "
+    "`resize` and `stop` on a node (`srun --jobid=JOB --overlap liver status RUN`)"
+)
 _MOUNT = "put it on a file system that all nodes mount"
 _LOCKS = (
     "have it mounted with flock across nodes (Lustre: -o flock; BeeGFS: tuneUseGlobalFileLocks), "

@@ -203,7 +203,7 @@ def lock(node: Node) -> Said:
 def rendezvous(node: Node) -> Said:
     """Opens one as a coordinator has it."""
     from liver_hpc.rendezvous.base import Answer
-    from liver_hpc.rendezvous.mpi.network import MpiNetwork
+    from liver_hpc.rendezvous.mpi.network import MpiNetwork, RendezvousPlace
     from liver_hpc.rendezvous.mpi.service import MpiRendezvous
     from liver_hpc.run.secret import read_secret
 
@@ -212,7 +212,8 @@ def rendezvous(node: Node) -> Said:
     node.held.callback(opened.close)
     opened.start(lambda _: Answer(worker_ids=(0,), control_host=place.host, control_port=1))
     opened.check()
-    return {"host": place.host}
+    listens = RendezvousPlace.read(node.directory)
+    return {"host": place.host, "port": listens and listens.port}
 
 
 def join(node: Node, within_s: float) -> Said:

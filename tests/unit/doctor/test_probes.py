@@ -15,10 +15,12 @@ import pytest
 
 from liver_hpc.cluster.network import HcaPort, NodeFacts
 from liver_hpc.config.schema import NetworkSection
+from liver_hpc.doctor import nodes as doctor_nodes
 from liver_hpc.doctor import probe
 from liver_hpc.doctor.checks import Examination, Level, Result
 from liver_hpc.doctor.nodes import NODE_CHECKS, PAIR_CHECKS, Nodes, _clocks, own_directory
 from liver_hpc.errors import LiverError
+from liver_hpc.rendezvous.handshake import ChannelClosed
 
 LIMIT_S = 30.0
 
@@ -220,3 +222,19 @@ def test_a_runs_directory_that_others_use_stays(tmp_path: Path) -> None:
         os.umask(before)
     assert modes == ["700", "755", "755"]
     assert os.listdir(runs) == ["another"]
+
+
+def test_a_host_that_does_not_come_to_where_a_coordinator_listens_is_told(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes meet, and `liver status` from here would reach none of them."""
+
+    def connect(address: tuple[str, int], *_: object) -> None:
+        raise ChannelClosed(f"n1 at {address[0]}: No route to host")
+
+    monkeypatch.setattr(doctor_nodes, "connect", connect)
+    result = found(nodes, "interfaces", "shared directory", "mpi meeting")["mpi meeting"]
+    assert result.level is Level.WARN
+    assert "n2 met n1 (127.0.0.1)" in result.found
+    assert "this host does not come there: n1 at 127.0.0.1: No route to host" in result.found
+    assert "network.interface" in result.advice
