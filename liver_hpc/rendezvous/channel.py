@@ -63,6 +63,10 @@ _SAME_AGAIN = 2**32 - 1
 """In the place of a length: the message of the part before."""
 _READ_BYTES = 2**16
 _AGAIN_S = 0.1
+TRY_S = 5.0
+"""So long a client waits for the proof before it connects anew. A connection for which the kernel
+over there has no room (net.core.somaxconn) stands here all the same, and its server, which speaks
+first, never has it."""
 _TCP_OPTIONS = {
     socket.TCP_NODELAY: 1,
     socket.TCP_KEEPIDLE: 10,  # seconds; then that many probes, so far apart
@@ -362,7 +366,8 @@ def connect(address: tuple[str, int], secret: bytes, timeout_s: float, waits_for
     pause = threading.Event()
     while True:
         try:
-            return _connect_once(address, secret, deadline)
+            once = Deadline.after(SystemClock(), min(deadline.remaining_s(), TRY_S), waits_for)
+            return _connect_once(address, secret, once)
         except (OSError, EOFError) as error:
             if deadline.expired():
                 why = f"{reason_of(error)} before its proof"

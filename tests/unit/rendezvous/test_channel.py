@@ -871,6 +871,24 @@ def test_connect_to_nobody_says_who_is_missing() -> None:
         connect(address, SECRET, 5.0, "the coordinator")
 
 
+def test_a_connection_that_the_server_never_has_is_made_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of many at once, where its kernel has room for few."""
+    monkeypatch.setattr(channel_module, "TRY_S", 0.2)
+    create_connection = socket.create_connection
+    with serving() as server, socket.create_server((HOST, 0)) as silent:
+        addresses = iter([silent.getsockname(), server.address])
+        monkeypatch.setattr(
+            socket,
+            "create_connection",
+            lambda _, timeout: create_connection(next(addresses), timeout),
+        )
+        with connected(server) as channel:
+            channel.send(BEAT)
+            assert channel.receive(5.0) == BEAT
+
+
 def test_connect_to_a_silent_listener_ends_at_its_deadline() -> None:
     with (
         socket.create_server((HOST, 0)) as listener,
