@@ -18,7 +18,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from liver_hpc.cli.client import answers, coordinator_lives
@@ -40,7 +40,7 @@ from liver_hpc.errors import ConfigError, LiverError, problems_of
 from liver_hpc.recipes.completion import parse_users_run
 from liver_hpc.run.directory import RunDirectory, runs_in
 from liver_hpc.run.epoch import replay_limit_s
-from liver_hpc.run.outcome import Outcome
+from liver_hpc.run.outcome import REQUEUE, Outcome
 
 _END_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -395,13 +395,28 @@ class JobSignals:
         if self.job is not None and hosted.outcome.goes_on(config):
             requeue(self._slurm, self.job.array_task or self.job.job_id)
             return None
-        if self.job is not None and config.cluster.kind == "slurm":
+        if self.job is not None and self._is_queued_again(self.job, hosted.outcome):
+            with contextlib.suppress(OSError):  # a full disk: the next start goes on all the same
+                replace(hosted.outcome, state=REQUEUE).write(run.path)
+            return None
+        if self.job is not None and config.cluster.kind == "slurm" and _is_batch_process():
             self._keep_ended(self.job)
         return hosted.outcome
 
+    def _is_queued_again(self, job: OwnJob, outcome: Outcome) -> bool:
+        """By somebody else, as by `scontrol requeue`, or by Slurm, where a node is lost or a
+        preempted job has no grace time: the batch script is signalled as that of a cancelled job.
+        """
+        if outcome.reason.startswith(signal.SIGTERM.name):
+            with contextlib.suppress(SlurmError):
+                commands = SlurmCommands(min(_ASK_S, self._slurm.command_s), unreachable_s=0.0)
+                return int(commands.record(job.job_id).get("Restarts", "0")) > job.restarts
+        return False
+
     def _keep_ended(self, job: OwnJob) -> None:
         """Slurm itself would queue a job again whose script fails (`expedite`), or that it has
-        preempted in an earlier start (from 24.05 on)."""
+        preempted in an earlier start (from 24.05 on). Not where a script may begin other runs after
+        this one: they could not have the job queued again, either."""
         parts = [v for name, v in os.environ.items() if name.startswith("SLURM_JOB_ID_HET_GROUP_")]
         if self._slurm.requeue:
             with contextlib.suppress(SlurmError):
@@ -442,6 +457,12 @@ class JobSignals:
             # Where a finalizer was interrupted nobody hears what is raised.
             self._time_is_up = True
             raise _TimeIsUp
+
+
+def _is_batch_process() -> bool:
+    """Whether this process is all that the job's batch script is by now, and no step of it."""
+    own = os.environ.get("SLURM_TASK_PID") == str(os.getpid())
+    return own and "SLURM_STEP_ID" not in os.environ
 
 
 def main(arguments: list[str]) -> int:

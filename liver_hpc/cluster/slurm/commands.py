@@ -191,8 +191,8 @@ class SlurmCommands:
         self._call(["scancel", f"--user={os.geteuid()}", f"--name={name}"], _OVER)
 
     def requeue(self, job: str) -> None:
-        """Ends a job and has it start again later."""
-        self._call(["scontrol", "requeue", job])
+        """Ends a job and has it start again later, unless it is queued again already."""
+        self._call(["scontrol", "requeue", job], ("Job is pending execution",))
 
     def keep_ended(self, jobs: Sequence[str]) -> None:
         """Has none of these queued again once it ends, whatever it was submitted with."""

@@ -71,6 +71,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_TASK_PID", str(os.getpid()))
     numbers = (*launch._END_SIGNALS, *launch._STOP_SIGNALS, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     yield log
@@ -364,6 +365,37 @@ def test_a_job_whose_run_has_ended_well_does_too(
     coordinator(ends_as(state))
     assert CoordinatorJob()(str(a_run(requeue=True).path)) == 0
     assert asked.read_text() == KEPT_ENDED
+
+
+def test_a_job_whose_script_does_more_may_be_queued_again(
+    coordinator: Coordinator, asked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that calls `liver run` several times: a later run could not have it queued again."""
+    monkeypatch.setenv("SLURM_TASK_PID", str(os.getppid()))
+    coordinator(ends_as("finished"))
+    signals = JobSignals()
+    assert signals.coordinate(a_run(requeue=True)) == Outcome("finished", "so it was", 3)
+    assert asked.read_text() == ""
+
+
+@pytest.mark.parametrize(("restarts", "goes_on"), [(1, True), (0, False)])
+def test_a_run_goes_on_whose_job_somebody_else_has_queued_again(
+    restarts: int, goes_on: bool, coordinator: Coordinator, asked: Path
+) -> None:
+    """As by `scontrol requeue`, or after the loss of a node. Slurm may do so once more."""
+    scontrol = asked.parent / "programs" / "scontrol"
+    scontrol.write_text(f"{PLAYED.format(log=asked)}echo JobId=77 Requeue=1 Restarts={restarts}\n")
+    ended = Outcome("stopped", "SIGTERM; checkpoint of step 3", 3)
+
+    def ends(directory: Path) -> Outcome:
+        ended.write(directory)
+        return ended
+
+    coordinator(ends)
+    run = a_run(requeue=True)
+    assert JobSignals().coordinate(run) == (None if goes_on else ended)
+    assert run.outcome() == (None if goes_on else ended)
+    assert ("Requeue=0" in asked.read_text()) != goes_on
 
 
 def test_a_job_whose_run_goes_on_is_queued_again(coordinator: Coordinator, asked: Path) -> None:

@@ -109,6 +109,10 @@ def test_what_is_over_needs_no_cancelling() -> None:
         commands(Answer(1, "", complaint)).cancel("77.1", signal="KILL")
 
 
+def test_what_is_queued_again_needs_no_requeue() -> None:
+    commands(Answer(1, "", "Job is pending execution for job 3")).requeue("3")
+
+
 @pytest.mark.parametrize("answer", [AWAY, TimeoutExpired("slurm", 5.0)])
 def test_an_absent_controller_is_asked_again(answer: Answer | BaseException) -> None:
     played = Played(answer, Answer(0, HET_JOB))
