@@ -359,7 +359,7 @@ class JobSignals:
         self._script_lost = script_lost
         self._hosted: HostedCoordinator | None = None
         self._said: list[int] = []
-        self._time_is_up = False
+        self._ends = self._is_cancelled = self._time_is_up = False
 
     def listen(self) -> None:
         """To this process's end: after the coordinator's, nothing comes of what is said."""
@@ -392,7 +392,7 @@ class JobSignals:
             return hosted.outcome
         if hosted.outcome is None:
             raise LiverError(f"run {run} ended without an outcome; {run.where_logs_are()}")
-        if self.job is not None and hosted.outcome.goes_on(config):
+        if self.job is not None and hosted.outcome.goes_on(config) and not self._is_cancelled:
             requeue(self._slurm, self.job.array_task or self.job.job_id)
             return None
         if self.job is not None and self._is_queued_again(self.job, hosted.outcome):
@@ -407,7 +407,7 @@ class JobSignals:
         """By somebody else, as by `scontrol requeue`, or by Slurm, where a node is lost or a
         preempted job has no grace time: the batch script is signalled as that of a cancelled job.
         """
-        if outcome.reason.startswith(signal.SIGTERM.name):
+        if self._is_cancelled or outcome.reason.startswith(signal.SIGTERM.name):
             with contextlib.suppress(SlurmError):
                 commands = SlurmCommands(min(_ASK_S, self._slurm.command_s), unreachable_s=0.0)
                 return int(commands.record(job.job_id).get("Restarts", "0")) > job.restarts
@@ -429,8 +429,11 @@ class JobSignals:
             if number not in _END_SIGNALS:
                 raise KeyboardInterrupt
         elif self.job is not None and (number in _END_SIGNALS or self._is_preempted(number)):
+            self._ends = True
             self._end_near(self._hosted, self.job)
         else:
+            # Before its time is up: Slurm would queue it again all the same.
+            self._is_cancelled |= self._ends
             # Whoever cancels a job, or lost the terminal, may want to go on from where it was.
             saves = self.job is not None or number == signal.SIGHUP
             self._hosted.stop(signal.Signals(number).name, checkpoint=saves)
@@ -450,10 +453,10 @@ class JobSignals:
         """Raises _TimeIsUp where nobody is left to wait for."""
         checkpoint_in_time(hosted, self._slurm, job.job_id)
         if hosted.started and not hosted.wait(0.0):
-            if self._slurm.requeue:
-                requeue(self._slurm, job.array_task or job.job_id)
-            else:
+            if not self._slurm.requeue:
                 hosted.give_up()
+            elif not self._is_cancelled:
+                requeue(self._slurm, job.array_task or job.job_id)
             # Where a finalizer was interrupted nobody hears what is raised.
             self._time_is_up = True
             raise _TimeIsUp

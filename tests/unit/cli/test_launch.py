@@ -466,6 +466,24 @@ def test_a_coordinator_that_ends_in_the_window_has_the_last_word(
     assert asked.read_text().count("requeue") == 0
 
 
+def test_a_job_that_is_cancelled_in_its_window_is_not_queued_again(
+    coordinator: Coordinator, asked: Path
+) -> None:
+    """Slurm queues a job again also while it is being cancelled."""
+
+    def ends(directory: Path) -> Outcome:
+        os.kill(os.getppid(), signal.SIGUSR2)
+        deadline = Deadline.after(SystemClock(), LIMIT_S, "the parent to hear it")
+        poll_until(lambda: "squeue" in asked.read_text(), deadline)
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(0.5)
+        return Outcome("requeue", "its job is about to end; checkpoint of step 3", 3)
+
+    coordinator(ends)
+    assert CoordinatorJob()(str(a_run(requeue=True, end_window_s=LIMIT_S).path)) == 0
+    assert "scontrol requeue" not in asked.read_text()
+
+
 def test_a_cancelled_job_stops_its_run(coordinator: Coordinator, asked: Path) -> None:
     def ends(directory: Path) -> Outcome:
         os.kill(os.getppid(), signal.SIGTERM)
