@@ -14,7 +14,7 @@ from liver_hpc.errors import ConfigError
 from liver_hpc.run.actions import Action, AttemptBegins, Record, RecordAll
 from liver_hpc.run.entries import Entry
 from liver_hpc.run.events import Event, Memory, SaidTogether
-from liver_hpc.run.outcome import TOO_FEW_NODES
+from liver_hpc.run.outcome import TOO_FEW_NODES, TOO_LITTLE_TIME
 from liver_hpc.run.records import TABLES
 
 ATTEMPT_BEGINS = "attempt_begins"
@@ -94,17 +94,18 @@ def memory_of(entries: Iterable[Entry]) -> Memory:
             evaluated = max(evaluated, entry.event["step"])
         elif entry.event.get("type") == "checkpoint_written":
             wrote = entry.event["step"]
+        elif entry.event.get("type") == "step_done":
+            in_vain = 0
         for action in entry.actions:
             if action["type"] == "remember":
                 ceiling, drained = action["ceiling"], tuple(action["drained"])
             elif action["type"] == "launch":
                 agents += len(action["agents"])
-                in_vain = 0
             elif action["type"] == "start_agent":
                 agents += 1
             elif action["type"] == "end":
-                too_few = action["reason"].startswith(TOO_FEW_NODES)
-                in_vain = in_vain + 1 if too_few and action["state"] == "requeue" else 0
+                vain = action["reason"].startswith((TOO_FEW_NODES, TOO_LITTLE_TIME))
+                in_vain = in_vain + 1 if vain and action["state"] == "requeue" else 0
             elif action["type"] == "record" and action["table"] == "reconfigurations":
                 last_generation = max(last_generation, action["row"]["generation"])
     return Memory(last_generation, ceiling, drained, evaluated, agents, in_vain, wrote)

@@ -104,8 +104,9 @@ class Memory:
     most workers that the run grows to by itself; None where nobody has said. drained: nodes that
     operators keep it off. evaluated: the most steps after which there was an evaluation. agents:
     how many were started; a later one has a name of its own, as one of those may live still.
-    in_vain: how many starts in a row had too few nodes, each in a job that was queued again. wrote:
-    the step of the newest checkpoint that the run has written; None before the first.
+    in_vain: how many starts in a row had too few nodes, or too little time, each in a job that was
+    queued again. wrote: the step of the newest checkpoint that the run has written; None before the
+    first.
 
     Of restarts alone, one after the other in the same job: vain_restarts: how many in a row came to
     nothing; furthest: the most steps that were done when one began, -1 before the first.

@@ -47,7 +47,7 @@ from liver_hpc.run.event_clock import EventClock
 from liver_hpc.run.handoffs import Handoffs
 from liver_hpc.run.nodes import HeldNodes
 from liver_hpc.run.notices import NoticeBook
-from liver_hpc.run.outcome import OPERATORS_STOP, TOO_FEW_NODES
+from liver_hpc.run.outcome import OPERATORS_STOP, TOO_FEW_NODES, TOO_LITTLE_TIME
 from liver_hpc.run.recorder import RunRecorder
 from liver_hpc.run.records import ReconfigurationRecord
 from liver_hpc.run.recovery import Recoveries
@@ -58,7 +58,8 @@ from liver_hpc.run.stragglers import Stragglers
 HISTORY_EVENTS = 40
 EVENT_TEXT_LENGTH = 200
 MOST_STARTS_IN_VAIN = 3
-"""So often in a row a run may start, in its job that is queued again, with too few nodes."""
+"""So often in a row a run may start, in its job that is queued again, with too few nodes, or too
+little time."""
 MOST_RESTARTS_IN_VAIN = 3
 """So often in a row a run may restart without progress: it has come no further than ever before,
 and its newest checkpoint is the one that it resumed from, neither damaged nor followed by another.
@@ -164,7 +165,7 @@ class Lifecycle:
         self.first_layout = layouts[0]
         self._may_launch = False
         self._launched = False
-        self._in_vain = 0  # starts in a row that had too few nodes
+        self._in_vain = 0  # starts in a row that came to no training
         self._vain_restarts, self._furthest = 0, -1  # see `Memory`
         self._have_restored: set[int] = set()
         self._doubted = False  # the checkpoint's files are read, to find out which has changed
@@ -205,7 +206,7 @@ class Lifecycle:
         if layout is None:
             self._wait_for_nodes()
             return False
-        self.first_layout, self._launched, self._in_vain = layout, True, 0
+        self.first_layout, self._launched = layout, True
         self._note(f"launching {layout.workers} workers for {layout}")
         seats = self.elastic.nodes.seats(layout.workers)
         self.agents.launch(self._first_generation, layout, seats)
@@ -239,6 +240,14 @@ class Lifecycle:
             f"enough{over}; held: {elastic.nodes.describe()}",
         )
 
+    def _too_little_time(self, why: str) -> None:
+        """Ends a start that the end of its job has overtaken; the next one may have more time."""
+        in_vain = self._in_vain + 1
+        again = in_vain < MOST_STARTS_IN_VAIN
+        times = f", {in_vain} times in a row" if in_vain > 1 else ""
+        self._in_vain = in_vain if again else 0
+        self._end(Ending.REQUEUE if again else Ending.FAILED, f"{TOO_LITTLE_TIME}{times}: {why}")
+
     def _begin(self) -> None:
         """The first world: its groups within nodes, and on one node in the order of ids."""
         generation, resumed = self._first_generation, self._resumed
@@ -260,7 +269,7 @@ class Lifecycle:
             self._set_deadline(self._limits.prepare_s + self._limits.checkpoint_s)
 
     def _train(self) -> None:
-        self._state, self._deadline = TRAINING, None
+        self._state, self._deadline, self._in_vain = TRAINING, None, 0
         # Nodes that came before count as granted now: nothing could join them earlier.
         self.elastic.nodes.granted_s = self._clock.now_s()
         self._note(f"training begins: {self.world}")

@@ -28,7 +28,7 @@ from liver_hpc.run.lifecycle import (
     Lifecycle,
     RunState,
 )
-from liver_hpc.run.outcome import OPERATORS_STOP
+from liver_hpc.run.outcome import OPERATORS_STOP, PREEMPTED
 from liver_hpc.run.requests import ReconfigurationRequest
 
 
@@ -413,7 +413,10 @@ class Run(Lifecycle):
         its job may not be queued again."""
         again = self.config.cluster.slurm.requeue
         then = Ending.REQUEUE if again else Ending.STOPPED
-        self._stop(event.reason, checkpoint=True, then=then)
+        if self._state is STARTING and again and event.reason != PREEMPTED:
+            self._too_little_time(event.reason)
+        else:
+            self._stop(event.reason, checkpoint=True, then=then)
 
     # ---- operators
 

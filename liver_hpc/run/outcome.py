@@ -20,6 +20,8 @@ WORLD_FILE = "world.json"
 REQUEUE = "requeue"
 OPERATORS_STOP = "an operator's request"
 TOO_FEW_NODES = "no nodes for "
+TOO_LITTLE_TIME = "its job's time was up before training began"
+PREEMPTED = "preempted"
 
 
 @dataclass(frozen=True)

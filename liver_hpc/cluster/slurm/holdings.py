@@ -18,8 +18,8 @@ from liver_hpc.run.events import (
     PoolEvent,
     PoolNote,
 )
+from liver_hpc.run.outcome import PREEMPTED
 
-PREEMPTED = "preempted"
 TIME_LIMIT = "time limit"
 DRAINED = "drained"
 CANCELLED = "cancelled"

@@ -92,6 +92,26 @@ def test_starts_with_too_few_nodes_are_not_queued_again_for_ever() -> None:
     assert memory_of(journal).in_vain == 0, "who begins the run again has mended something"
 
 
+@pytest.mark.parametrize(("reason", "fails"), [("time limit", True), ("preempted", False)])
+def test_starts_that_their_jobs_end_overtakes_are_not_queued_again_for_ever(
+    reason: str, fails: bool
+) -> None:
+    """Where a start takes longer than the job's time, less its window, no later one comes further;
+    a later one may be preempted later."""
+    journal: list[Entry] = []
+    ends: list[End] = []
+    for _ in range(MOST_STARTS_IN_VAIN):
+        play = on_one_node(burst=1, in_vain=memory_of(journal).in_vain)
+        play.grant(burst(3))
+        play.feed(e.EndNear(reason, play.now_s, play.now_s + 60.0))
+        journal += play.journal()
+        assert play.run.ending is not None
+        ends.append(play.run.ending)
+    last = Ending.FAILED if fails else Ending.REQUEUE
+    assert [each.state for each in ends] == [*[Ending.REQUEUE] * 2, last]
+    assert ("before training began, 3 times in a row" in ends[-1].reason) == fails
+
+
 def test_a_start_with_nodes_enough_ends_those_in_vain() -> None:
     play = on_one_node(burst=1, in_vain=MOST_STARTS_IN_VAIN - 1)
     play.grant(burst(3))
