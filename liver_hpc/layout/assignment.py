@@ -53,15 +53,19 @@ class Problem:
         return chosen
 
     def _by_flows(self) -> list[int | None]:
-        """As a transport problem, whose edges are the pairs that `own` has, and those of sorts and
-        kinds for the rest. Each row below sums within another one's, or they have nothing in
-        common, so the corners of the feasible region are whole numbers."""
+        """As a transport problem, whose edges are the pairs that `own` has, and for the rest those
+        of sorts and kinds that have something in common: with experts there may be a thousand of
+        either. Each row below sums within another one's, or they have nothing in common, so the
+        corners of the feasible region are whole numbers. Units that gain nothing get what is left.
+        """
         direct = coo_array(self.own)
         at, unit = direct.coords
-        sort, kind = (each.reshape(-1) for each in np.indices(self.shared.shape))
+        sort, kind = np.nonzero(self.shared)
         gains = np.concatenate(
-            [direct.data + self.shared[self.sorts[at], self.kinds[unit]], self.shared.reshape(-1)]
+            [direct.data + self.shared[self.sorts[at], self.kinds[unit]], self.shared[sort, kind]]
         )
+        if not len(gains):
+            return self._filled([None] * len(self.kinds))
         none, edges = np.empty(0, dtype=np.int64), len(unit)
         every = np.arange(len(gains))
 
@@ -77,23 +81,28 @@ class Problem:
             (rows(at, none, len(self.slots)), self.slots),
             (rows(self.sorts[at], sort, sorts), np.bincount(self.sorts, self.slots, sorts)),
         ]
-        placed = min(len(self.kinds), self.slots.sum())
         found = linprog(
             -gains / max(gains.max(), 1.0),
             A_ub=vstack([matrix for matrix, _ in most]),
             b_ub=np.concatenate([limit for _, limit in most]),
-            A_eq=np.ones((1, len(gains))),
-            b_eq=[placed],
             method="highs-ds",
         )
         if found.x is None:
             raise PlanError(f"placement: {len(self.kinds)} units find no slots: {found.message}")
-        flow = np.rint(found.x).astype(np.int64)
+        flow, rest = np.rint(found.x).astype(np.int64), np.zeros(self.shared.shape, np.int64)
+        rest[sort, kind] = flow[edges:]
         chosen: list[int | None] = [None] * len(self.kinds)
         for edge in np.flatnonzero(flow[:edges]):
             chosen[unit[edge]] = int(at[edge])
-        self._deal(chosen, flow[edges:].reshape(self.shared.shape))
-        return chosen
+        self._deal(chosen, rest)
+        return self._filled(chosen)
+
+    def _filled(self, chosen: list[int | None]) -> list[int | None]:
+        """With the bins that are left, in order, for units that have none."""
+        used = [number for number in chosen if number is not None]
+        free = self.slots - np.bincount(used, minlength=len(self.slots)).astype(np.int64)
+        left = iter(np.repeat(np.arange(len(free)), free).tolist())
+        return [next(left, None) if number is None else number for number in chosen]
 
     def _deal(self, chosen: list[int | None], flow: NDArray[np.int64]) -> None:
         """Gives units without a bin one of a sort, so many of each kind."""

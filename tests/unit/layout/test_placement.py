@@ -220,6 +220,21 @@ def test_thousands_of_workers(before: Layout, after: Layout) -> None:
     assert time.process_time() - began_s < 10.0  # about one, on a machine at rest
 
 
+def test_thousands_of_workers_with_a_thousand_kinds_of_seats() -> None:
+    """A node in the place of a lost one: of the pairs of a node's seats and what another node has,
+    which experts make a million, few gain anything, and no others are looked at."""
+    sizes = {"layers": 16, "hidden": 64, "heads": 8, "ffn_hidden": 64, "vocab_size": 64}
+    config = GPTConfig(**sizes, tied_embeddings=False, experts={"number": 64, "topk": 2})
+    layout = Layout(8, 16, 64, ep=64, sequence_parallel=True)
+    nodes, source = on_nodes(8200, 8), rank_map(layout)
+    left = [worker for worker in range(8200) if worker // 8 != 100]
+    began_s = time.process_time()
+    placed = place(gpt_spec(config, (16,), eps=(64,)), source, layout, left, nodes)
+    moved = [old for old, new in zip(source.workers, placed.workers, strict=True) if old != new]
+    assert moved == [worker for worker in range(8200) if worker // 8 == 100]
+    assert time.process_time() - began_s < 20.0  # about two, on a machine at rest
+
+
 def test_a_lost_node_of_many_moves_little_more_than_its_own_share() -> None:
     """The rest of the optimizer's state stays where most of it is needed."""
     model = gpt_spec(GPTConfig(layers=8, hidden=256, heads=8, ffn_hidden=512, vocab_size=512))
