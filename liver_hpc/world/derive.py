@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import dataclasses
-import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -88,6 +88,12 @@ class Derivation:
             self.experts = getattr(module.config, "num_moe_experts", None) or 0
             refuse_dtypes(module)
         self._numbers = {name: number for number, name in enumerate(self.frame.tensors)}
+
+    def by(self, worker: int) -> Derivation:
+        """The same in a process that is another worker by now."""
+        same = copy.copy(self)
+        same._whole = RankMap(self._whole.layout, (worker,))
+        return same
 
     def spec(self, layouts: Iterable[Layout]) -> ModelSpec:
         """The model's spec for these layouts; those that the model cannot take are in `refused`.
@@ -390,7 +396,12 @@ def _refusal(refused: dict[str, str], layout: Layout) -> Iterator[None]:
         refused[str(layout)] = str(error) or type(error).__name__
 
 
-@functools.cache
+_known: dict[Recipe, Derivation] = {}
+
+
 def derivation_of(recipe: Recipe, worker: int) -> Derivation:
-    """Of a process's recipe."""
-    return Derivation(recipe, worker)
+    """Of a process's recipe. The whole model is built for it once: a worker boots as worker 0, and
+    is another one in its first world, for which a handoff may wait."""
+    if recipe not in _known:
+        _known[recipe] = Derivation(recipe, worker)
+    return _known[recipe].by(worker)

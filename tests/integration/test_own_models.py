@@ -86,6 +86,27 @@ def test_a_model_that_asks_for_its_rank_is_known_as_a_checkpoint_holds_it(device
     assert {*derivation.stored({}).tensors} == {tensor.name for tensor in toy.spec.tensors}
 
 
+def test_the_whole_model_is_built_once_for_a_worker_that_boots_as_another_one(device: Any) -> None:
+    """It takes as long as there are experts, and a handoff would wait for the second one."""
+    from liver_hpc.world.derive import derivation_of
+    from liver_hpc.world.groups import install_sentinel
+
+    seats = []
+
+    def parts(context: BuildContext) -> dict[str, Any]:
+        seats.append(torch.distributed.get_rank())
+        return {"body": linear()}
+
+    toy = Toy(parts)
+    install_sentinel(0)
+    frame = derivation_of(toy, 0).frame
+    install_sentinel(5)
+    assert derivation_of(toy, 5).frame is frame
+    assert seats == [0]
+    assert {*derivation_of(toy, 5).stored({}).tensors} == {*frame.tensors}
+    assert seats == [0, 5]
+
+
 @pytest.mark.parametrize("part", [torch.nn.BatchNorm1d, torch.nn.InstanceNorm1d])
 def test_statistics_of_batches_are_refused_by_name_as_the_spec_is_derived(
     part: Callable[..., Any], device: Any
