@@ -220,7 +220,6 @@ def test_thousands_of_workers(before: Layout, after: Layout) -> None:
     assert time.process_time() - began_s < 10.0  # about one, on a machine at rest
 
 
-@pytest.mark.long
 def test_thousands_of_workers_with_a_thousand_kinds_of_seats() -> None:
     """A node in the place of a lost one: of the pairs of a node's seats and what another node has,
     which experts make a million, few gain anything, and no others are looked at."""
