@@ -60,12 +60,12 @@ class Pool(ThreadPoolExecutor):
 def rehearsal() -> Iterator[None]:
     """Marks this thread as one that works beside a training thread: of the random streams of this
     process, which training draws from, it touches none."""
-    here.rehearsing, here.seeded = True, False
+    before, here.rehearsing, here.seeded = here.rehearsing, True, False
     try:
         with torch.autograd.set_multithreading_enabled(False):  # backward on this thread too
             yield
     finally:
-        here.rehearsing = False
+        here.rehearsing = before
 
 
 def recall_in_backward(output: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from liver_hpc.layout.coordinates import Coordinate, Layout
-from liver_hpc.world import rehearsed
+from liver_hpc.world import rehearsed, thread
 from liver_hpc.world.rehearsed import Shapes, shapes_of
 from tests.unit.layout.models import TIED
 
@@ -65,3 +65,12 @@ def test_kernels_of_a_gpu_are_made_for_shapes() -> None:
     rehearsed.remember(FIRST)
     assert rehearsed.known(FIRST, CUDA)
     assert not rehearsed.known(OTHER, CUDA)
+
+
+def test_a_rehearsal_within_another_one_ends_alone() -> None:
+    """As of who derives a spec while it builds a world beside training."""
+    with thread.rehearsal():
+        with thread.rehearsal():
+            pass
+        assert thread.here.rehearsing
+    assert not thread.here.rehearsing
