@@ -69,9 +69,10 @@ def test_they_become_what_worlds_are_and_train_alike(
     ):
         assert torch.equal(one, other)
     for each in (world, ordinary):
-        for kind in recipe.spec.optimizer_kinds:
-            for tensor in each.state.memory(kind):
-                tensor.fill_(0.5)
+        held = tensors(each)
+        for kind in recipe.spec.kinds:
+            for tensor in held[kind]:  # padding, too, which stand-ins gather into parameters
+                tensor.detach().fill_(0.5)
         each.warm_up()
     trained = tensors(ordinary)
     for kind in trained.keys() - {PARAMETER, GRADIENT}:  # whose buffers have padding
