@@ -359,7 +359,7 @@ class JobSignals:
         self._script_lost = script_lost
         self._hosted: HostedCoordinator | None = None
         self._said: list[int] = []
-        self._ends = self._is_cancelled = self._time_is_up = False
+        self._end_is_near = self._is_cancelled = self._time_is_up = False
 
     def listen(self) -> None:
         """To this process's end: after the coordinator's, nothing comes of what is said."""
@@ -429,11 +429,11 @@ class JobSignals:
             if number not in _END_SIGNALS:
                 raise KeyboardInterrupt
         elif self.job is not None and (number in _END_SIGNALS or self._is_preempted(number)):
-            self._ends = True
+            self._end_is_near = True
             self._end_near(self._hosted, self.job)
         else:
             # Before its time is up: Slurm would queue it again all the same.
-            self._is_cancelled |= self._ends
+            self._is_cancelled |= self._end_is_near
             # Whoever cancels a job, or lost the terminal, may want to go on from where it was.
             saves = self.job is not None or number == signal.SIGHUP
             self._hosted.stop(signal.Signals(number).name, checkpoint=saves)

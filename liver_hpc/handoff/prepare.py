@@ -157,13 +157,15 @@ def _rehearses(session: Session, source_world: World | None) -> bool:
 
 
 def _allocating(session: Session, rehearses: bool) -> Allocating:
-    """What the target world is built in; `nullcontext` where it is rehearsed, for which there must
-    be room, too: it may take as much again as training takes for a step. Else nothing is written to
-    what is taken over, nor to what comes to be at the boundary.
+    """What the target world's state is made in.
 
-    In bounded memory a stayer's is built without memory, on a device where there is no room for it
-    as it has been built since it ran on one. Raises LiverError where training would run out of
-    memory beside it, or bounded memory at the boundary.
+    `nullcontext` where the world is rehearsed, as wanted; a rehearsal may take as much again as
+    training takes for a step, and is left out where there is no room for that. `Untouched` where
+    values come later. `Memoryless` where memory does, too: of a worker that stays in bounded
+    memory, on a CPU always, on a GPU where the world does not fit beside training.
+
+    Raises LiverError where training would run out of memory beside it, or bounded memory at the
+    boundary.
     """
     context, worker = session.context, session.context.worker
     room, untouched = context.device.room(), partial(Untouched, Kept())

@@ -89,7 +89,7 @@ class Derivation:
             refuse_dtypes(module)
         self._numbers = {name: number for number, name in enumerate(self.frame.tensors)}
 
-    def by(self, worker: int) -> Derivation:
+    def as_worker(self, worker: int) -> Derivation:
         """The same in a process that is another worker by now."""
         same = copy.copy(self)
         same._whole = RankMap(self._whole.layout, (worker,))
@@ -396,12 +396,12 @@ def _refusal(refused: dict[str, str], layout: Layout) -> Iterator[None]:
         refused[str(layout)] = str(error) or type(error).__name__
 
 
-_known: dict[Recipe, Derivation] = {}
+_derivations: dict[Recipe, Derivation] = {}
 
 
 def derivation_of(recipe: Recipe, worker: int) -> Derivation:
     """Of a process's recipe. The whole model is built for it once: a worker boots as worker 0, and
     is another one in its first world, for which a handoff may wait."""
-    if recipe not in _known:
-        _known[recipe] = Derivation(recipe, worker)
-    return _known[recipe].by(worker)
+    if recipe not in _derivations:
+        _derivations[recipe] = Derivation(recipe, worker)
+    return _derivations[recipe].as_worker(worker)

@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
 
 from liver_hpc.errors import PlanError
+from liver_hpc.world.untouched import OneThreadsMode
 
 _aten = torch.ops.aten
 _MAKES = {_aten.empty.memory_format, _aten.zeros.default}
 
 
-class Memoryless(TorchDispatchMode):
+class Memoryless(OneThreadsMode):  # type: ignore[no-untyped-call]
     """On its thread, floating-point tensors of more than one element that are made by their size
     have no memory, nor has what is computed of such ones; what is written to them is lost. makes:
     False where those made by their size are as ever.
@@ -33,13 +33,8 @@ class Memoryless(TorchDispatchMode):
     """
 
     def __init__(self, makes: bool = True) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._makes = makes
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """It concerns its thread alone: others may compile meanwhile."""
-        return True
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -42,19 +42,26 @@ class Kept:
         return there.set_(storages.pop(), 0, made.shape, made.stride())
 
 
-class Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OneThreadsMode(TorchDispatchMode):
+    """A mode of torch's that concerns its thread alone: others may compile meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """By this torch knows."""
+        return True
+
+
+class Untouched(OneThreadsMode):  # type: ignore[no-untyped-call]
     """On its thread, floating-point tensors of more than one element get no values: for buffers of
     parameters and gradients, and optimizer state, whose values come later. kept: has memory for
     them."""
 
     def __init__(self, kept: Kept) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._kept = kept
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """It concerns its thread alone: others may compile meanwhile."""
-        return True
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -51,18 +51,10 @@ def test_what_is_computed_of_them_has_none_and_lies_apart() -> None:
     assert main.tolist() == [2.0] * 6
 
 
-def test_counters_and_single_values_and_what_has_memory_are_what_they_are() -> None:
+def test_what_has_memory_is_what_it_is() -> None:
     before = torch.ones(4)
     with Memoryless():
-        scale = torch.tensor([2.0]).float().clone()
-        step = torch.zeros(())
-        step.fill_(3.0)
-        numbers = torch.zeros(4, dtype=torch.int64)
-        numbers.copy_(torch.arange(4))
-        floats = torch.arange(4).float()
         copied = before.clone().mul_(2.0)
-    assert (float(scale), float(step)) == (2.0, 3.0)
-    assert numbers.tolist() == floats.tolist() == [0, 1, 2, 3]
     assert copied.tolist() == [2.0] * 4
 
 
@@ -120,13 +112,3 @@ def test_they_end_with_an_error_too() -> None:
         raise ValueError("of the caller")
     assert not has_none(torch.zeros(8))
     assert not has_none(torch.nn.Linear(2, 2).weight)
-
-
-def test_other_threads_may_compile_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of torch's modes, those that do not say this set a flag of the whole process."""
-    from torch.utils import _python_dispatch
-
-    name = "_is_in_any_mode_without_ignore_compile_internals"
-    monkeypatch.setattr(_python_dispatch, name, False)  # whatever modes have left it before
-    with Memoryless():
-        assert not _python_dispatch.is_in_any_mode_without_ignore_compile_internals()

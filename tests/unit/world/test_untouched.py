@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from liver_hpc.world.memoryless import Memoryless, parameters
 from liver_hpc.world.untouched import Kept, Untouched
 
+Mode = Callable[[], AbstractContextManager[Any]]
+
+MODES = pytest.mark.parametrize("mode", [lambda: Untouched(Kept()), Memoryless, parameters])
 LARGE = 16 * 2**20
 """Elements, of 4 bytes: more than the heap keeps."""
 
@@ -44,8 +51,9 @@ def test_no_page_of_them_exists() -> None:
     assert resident_bytes() - before - took > 3 * LARGE
 
 
-def test_counters_and_single_values_are_what_they_are() -> None:
-    with Untouched(Kept()):
+@MODES
+def test_counters_and_single_values_are_what_they_are(mode: Mode) -> None:
+    with mode():
         scale = torch.tensor([2.0]).float().clone()
         step = torch.zeros(())
         step.fill_(3.0)
@@ -65,7 +73,8 @@ def test_views_lie_where_they_would() -> None:
     assert buffer[16:32].tolist() == [5.0] * 16
 
 
-def test_another_thread_trains_meanwhile() -> None:
+@MODES
+def test_another_thread_trains_meanwhile(mode: Mode) -> None:
     found: list[float] = []
 
     def train() -> None:
@@ -73,15 +82,16 @@ def test_another_thread_trains_meanwhile() -> None:
         total.copy_(torch.ones(8))
         found.append(float(total.clone().sum()))
 
-    with Untouched(Kept()):
+    with mode():
         thread = threading.Thread(target=train)
         thread.start()
         thread.join()
     assert found == [8.0]
 
 
-def test_it_ends_with_an_error_too() -> None:
-    with pytest.raises(ValueError, match="of the caller"), Untouched(Kept()):
+@MODES
+def test_it_ends_with_an_error_too(mode: Mode) -> None:
+    with pytest.raises(ValueError, match="of the caller"), mode():
         raise ValueError("of the caller")
     assert torch.zeros(8).copy_(torch.ones(8)).tolist() == [1.0] * 8
 
@@ -112,11 +122,12 @@ def test_what_was_kept_and_not_used_is_freed() -> None:
     assert used[0] == 1.0
 
 
-def test_other_threads_may_compile_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+@MODES
+def test_other_threads_may_compile_meanwhile(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of torch's modes, those that do not say this set a flag of the whole process."""
     from torch.utils import _python_dispatch
 
     name = "_is_in_any_mode_without_ignore_compile_internals"
     monkeypatch.setattr(_python_dispatch, name, False)  # whatever modes have left it before
-    with Untouched(Kept()):
+    with mode():
         assert not _python_dispatch.is_in_any_mode_without_ignore_compile_internals()
