@@ -14,11 +14,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from liver_hpc.layout.coordinates import ids_text
 from liver_hpc.protocol.status import HandoffStatus, StatusSnapshot
 from liver_hpc.report.wording import (
     bytes_text,
     duration_text,
-    ids_text,
     layout_text,
     number_text,
 )

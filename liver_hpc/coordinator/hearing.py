@@ -19,6 +19,7 @@ from liver_hpc.coordinator.connections import Peer, PeerRegistry, Said
 from liver_hpc.coordinator.progress import Progress
 from liver_hpc.errors import ProtocolError
 from liver_hpc.host.version import version_fault
+from liver_hpc.layout.coordinates import ids_text
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.events import WorldRef
 from liver_hpc.rendezvous.channel import ITSELF, Channel, ChannelClosed, Part
@@ -78,7 +79,9 @@ class Hearing:
         lacking = self.registry.connect(channel, calls, self.epoch)
         self.agents.called(calls.agent, calls.launches)
         if lacking:
-            known = f"workers {lacking} were told more than the journal says, which could not"
+            known = (
+                f"workers {ids_text(lacking)} were told more than the journal says, which could not"
+            )
             self.feed(e.ShellFailed(f"{known} be written: this coordinator cannot take over"))
 
     def said(self, said: Said) -> None:

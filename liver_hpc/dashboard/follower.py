@@ -19,12 +19,13 @@ from liver_hpc.dashboard.page import Page
 from liver_hpc.dashboard.recorded import lanes, parts
 from liver_hpc.dashboard.standing import NodeLine, Span, Standing
 from liver_hpc.errors import ConfigError
+from liver_hpc.layout.coordinates import ids_text
 from liver_hpc.layout.ramp import steps_between
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.status import HandoffStatus
 from liver_hpc.report.derive import run_figures
 from liver_hpc.report.store import RecordsFold
-from liver_hpc.report.wording import duration_text, ids_text, layout_text, number_text
+from liver_hpc.report.wording import duration_text, layout_text, number_text
 from liver_hpc.run.entries import COORDINATOR_STARTED, Entry, JournalReader
 from liver_hpc.run.lifecycle import HANDING_OVER, TRAINING
 

@@ -25,6 +25,7 @@ from liver_hpc.handoff.session import (
     Target,
     WorldHalted,
 )
+from liver_hpc.layout.coordinates import ids_text
 from liver_hpc.layout.memory import GRADIENT
 from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.protocol import messages as m
@@ -225,7 +226,7 @@ class Crossing:
         """Ends the target's first backward: the host has launched it; whether it can be computed,
         the device tells."""
         world.load_scalar_state(scalars)
-        workers = list(self._session.target.workers)
+        workers = ids_text(self._session.target.workers)
         deadline = self._deadline(f"the first gradients of workers {workers}")
         self._session.context.device.finish(deadline)
 

@@ -16,7 +16,7 @@ from liver_hpc.clock import Deadline
 from liver_hpc.errors import LiverError
 from liver_hpc.handoff.session import Session, Target
 from liver_hpc.layout.budget import Budget
-from liver_hpc.layout.coordinates import RankMap
+from liver_hpc.layout.coordinates import RankMap, ids_text
 from liver_hpc.layout.memory import GRADIENT, bytes_by_receiver, move_bytes, worker_bytes
 from liver_hpc.layout.plan import transfer_plan
 from liver_hpc.layout.tensors import PARAMETER, Move, TransferPlan
@@ -127,7 +127,7 @@ def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target
         pairs = {pair for part in parts.values() for pair in part.messages}
         peers = {member for pair in pairs for member in pair} - {worker}
         limit_s = context.config.deadlines.collective_s
-        meeting = Deadline.after(context.clock, limit_s, f"workers {sorted(peers)} to connect")
+        meeting = Deadline.after(context.clock, limit_s, f"workers {ids_text(peers)} to connect")
         wire.meet(peers, meeting)
         lap("staging")
         session.check()
@@ -212,7 +212,7 @@ def _open_wire(session: Session, store: ControlStore, lane: Lane) -> Wire:
         len(members),
         # A joiner waits in it from Arm on, for the source's boundary and then for the bytes.
         limits.boundary_s + limits.transfer_s,
-        f"workers {list(members)}",
+        f"workers {ids_text(members)}",
         session.check,
     )
     ranks = {member: rank for rank, member in enumerate(members)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from liver_hpc.errors import ConfigError
 
 SEQUENCE_PARALLEL = "sp"
 _PART = re.compile(r"^(tp|pp|dp|cp|ep|vpp)=?(\d+)$")
+_RUNS_TOLD = 32  # of workers, in a line
 
 
 class Coordinate(NamedTuple):
@@ -187,7 +188,26 @@ class RankMap:
         return dict(zip(self.workers, range(len(self.workers)), strict=True))
 
     def __str__(self) -> str:
-        return f"{self.layout} on workers {','.join(map(str, self.workers))}"
+        return f"{self.layout} on workers {_ids(self.workers)}"
+
+
+def ids_text(workers: Iterable[int]) -> str:
+    """`0-3, 7` for workers 0, 1, 2, 3 and 7; of more than 32 such runs the first, and how many
+    workers more."""
+    return _ids(sorted(workers)) or "none"
+
+
+def _ids(workers: Iterable[int]) -> str:
+    runs: list[list[int]] = []
+    for worker in workers:
+        if runs and worker == runs[-1][-1] + 1:
+            runs[-1].append(worker)
+        else:
+            runs.append([worker])
+    told, rest = runs[:_RUNS_TOLD], runs[_RUNS_TOLD:]
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in told]
+    more = [f"and {sum(map(len, rest))} more"] if rest else []
+    return ", ".join([*parts, *more])
 
 
 def alone(worker: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from liver_hpc.layout.coordinates import RankMap
+from liver_hpc.layout.coordinates import RankMap, ids_text
 from liver_hpc.protocol.events import Requested, StateSaved, WorkerLost
 from liver_hpc.protocol.messages import ScalarState, Vote
 
@@ -102,4 +102,4 @@ class Attempt:
             by_type.setdefault(name, []).append(worker)
         if self.request.bounded and not self.freed and {*by_type} == {Vote.__name__}:
             return "the checkpoint of the boundary"
-        return ", ".join(f"{name} of workers {workers}" for name, workers in by_type.items())
+        return ", ".join(f"{name} of workers {ids_text(late)}" for name, late in by_type.items())

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
+from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap, ids_text
 from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.protocol.messages import ClassDigest, PairDigests, Vote
 
@@ -75,7 +75,7 @@ class Copy:
 
     def __str__(self) -> str:
         value = "missing" if self.value is None else f"{self.value:016x}"
-        return f"{self.side} {self.index} (workers {list(self.workers)}) is {value}"
+        return f"{self.side} {self.index} (workers {ids_text(self.workers)}) is {value}"
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 NOTHING = "-"
@@ -48,18 +48,6 @@ def layout_text(layout: str) -> str:
     """`tp2 pp1 dp2` without the axes of size 1: `tp2 dp2`; a single worker is `dp1`."""
     axes = [axis for axis in layout.split() if axis[2:] != "1"]
     return " ".join(axes) or ("dp1" if layout else NOTHING)
-
-
-def ids_text(workers: Iterable[int]) -> str:
-    """`0-3, 7` for workers 0, 1, 2, 3 and 7."""
-    runs: list[list[int]] = []
-    for worker in sorted(workers):
-        if runs and worker == runs[-1][-1] + 1:
-            runs[-1].append(worker)
-        else:
-            runs.append([worker])
-    parts = (str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return ", ".join(parts) or "none"
 
 
 def strict(value: Any) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from liver_hpc.clock import Clock, Deadline
 from liver_hpc.config.schema import DeadlineSection
-from liver_hpc.layout.coordinates import Layout
+from liver_hpc.layout.coordinates import Layout, ids_text
 from liver_hpc.protocol.messages import Exit, Hello, ToWorker
 from liver_hpc.run import actions as a
 from liver_hpc.run.events import Seat
@@ -53,8 +53,7 @@ class Agent:
     def missing(self) -> str:
         if not self.workers:
             return f"agent {self.name} to meet"
-        late = [worker for worker in self.workers if worker not in self.arrived]
-        return f"Hello of workers {late}"
+        return f"Hello of workers {ids_text({*self.workers} - {*self.arrived})}"
 
 
 class Agents:

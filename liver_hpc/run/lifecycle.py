@@ -17,7 +17,7 @@ from liver_hpc.clock import Deadline
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.budget import Budget, RehearsalBytes
-from liver_hpc.layout.coordinates import Layout
+from liver_hpc.layout.coordinates import Layout, ids_text
 from liver_hpc.layout.placement import first_rank_map, place
 from liver_hpc.layout.policy import LayoutPolicy
 from liver_hpc.layout.ramp import steps_between
@@ -518,8 +518,8 @@ class Lifecycle:
         if self._doubted and self._resumed is not None:
             return f"all files of {self._resumed.path} to be read"
         if self._state is STARTING:
-            return f"Restored of workers {sorted({*workers} - self._have_restored)}"
-        return f"Finished of workers {sorted({*workers} - self.agents.finished)}"
+            return f"Restored of workers {ids_text({*workers} - self._have_restored)}"
+        return f"Finished of workers {ids_text({*workers} - self.agents.finished)}"
 
     # ---- what is asked of it
 

@@ -14,6 +14,7 @@ import torch
 
 from liver_hpc.clock import Deadline
 from liver_hpc.errors import TransferError
+from liver_hpc.layout.coordinates import ids_text
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.transport.buckets import Piece
 from liver_hpc.transport.checksum import piece_checksum, same_bits
@@ -157,8 +158,8 @@ def acknowledge(wire: Wire, worker: int, moved: Moved, deadline: Deadline) -> No
     differ = [peer for peer, digest in sorted(sent.items()) if held[peer] != digest]
     if differ:
         raise TransferError(
-            f"worker {worker}: workers {differ} hold something else than was sent to them, "
-            "by digest"
+            f"worker {worker}: workers {ids_text(differ)} hold something else than was sent to "
+            "them, by digest"
         )
 
 

@@ -17,6 +17,7 @@ import torch
 
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import DeadlineError, LiverError, PlanError, TransferError
+from liver_hpc.layout.coordinates import ids_text
 from liver_hpc.transport import gloo_sockets, gloo_waits
 from liver_hpc.transport.gloo_waits import Ended
 from liver_hpc.transport.lane import Lane, new_lane
@@ -150,7 +151,7 @@ class GlooWire(Wire):
                 raise TransferError(f"{_together(parcels)}: the transport is closed")
             for parcel in parcels:
                 if parcel.peer not in self._ranks:
-                    raise PlanError(f"{parcel}: the group has workers {sorted(self._ranks)} only")
+                    raise PlanError(f"{parcel}: the group has workers {ids_text(self._ranks)} only")
             return self._start_all(group, parcels)
         finally:
             # Otherwise the frame in an error's traceback would keep it, and all connections with
@@ -184,7 +185,7 @@ class GlooWire(Wire):
 def _together(parcels: Sequence[Parcel]) -> str:
     if len(parcels) == 1:
         return str(parcels[0])
-    peers = sorted({parcel.peer for parcel in parcels})
+    peers = ids_text({parcel.peer for parcel in parcels})
     return f"{len(parcels)} messages with workers {peers}"
 
 
@@ -279,7 +280,7 @@ class NcclWire(GlooWire):
         self._lane.follow()
         with self._lane.entered():
             yield
-        peers = sorted(self._ranks)
+        peers = ids_text(self._ranks)
         try:
             self._lane.finish(deadline)
         except DeadlineError as error:

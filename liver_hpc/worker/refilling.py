@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from liver_hpc.clock import Deadline
-from liver_hpc.layout.coordinates import Layout
+from liver_hpc.layout.coordinates import Layout, ids_text
 from liver_hpc.layout.snapshots import Refill
 from liver_hpc.protocol import messages as m
 from liver_hpc.snapshot.memory import SnapshotState, by_kind, share_digests
@@ -67,7 +67,7 @@ class Refilling:
                 members.index(context.worker),
                 len(members),
                 limits.prepare_s + limits.transfer_s,  # those with a seat build first
-                f"workers {members}",
+                f"workers {ids_text(members)}",
                 self._check,
             )
         ranks = {member: rank for rank, member in enumerate(members)}

@@ -20,7 +20,7 @@ from liver_hpc.handoff.prepare import prepare, prepared_message
 from liver_hpc.handoff.release import release
 from liver_hpc.handoff.session import HandoffAborted, Session, Target, WorldHalted
 from liver_hpc.host.process import quiet_thread
-from liver_hpc.layout.coordinates import RankMap
+from liver_hpc.layout.coordinates import RankMap, ids_text
 from liver_hpc.layout.memory import worker_bytes
 from liver_hpc.layout.ramp import batch_of
 from liver_hpc.protocol import messages as m
@@ -81,7 +81,7 @@ class Trainer(WorldHolder):
         context.send(restored)
         limit_s = limits.prepare_s + limits.checkpoint_s
         if not self.proceed.wait(limit_s):
-            everybody = f"workers {list(world.rank_map.workers)}"
+            everybody = f"workers {ids_text(world.rank_map.workers)}"
             raise DeadlineError(f"waited {limit_s:g} s for {everybody} to restore from {path}")
 
     def join(self, session: Session) -> bool:
@@ -92,7 +92,7 @@ class Trainer(WorldHolder):
         crossed = None
         try:
             limit_s = self._limits.prepare_s + self._limits.boundary_s
-            session.wait(m.Arm, limit_s, f"workers {list(session.members)} to be prepared")
+            session.wait(m.Arm, limit_s, f"workers {ids_text(session.members)} to be prepared")
             assert session.prepared is not None
             self._making = session.prepared.world
             crossed = Crossing(session, session.prepared, None, self._snapshots).run(None)
@@ -472,7 +472,7 @@ class Trainer(WorldHolder):
         # In bounded memory others may write their parts of the checkpoint still.
         writes_s = limits.checkpoint_s if session.bounded else 0.0
         limit_s = limits.boundary_s + writes_s + limits.word_s
-        everybody = f"workers {list(session.members)}"
+        everybody = f"workers {ids_text(session.members)}"
         resume: m.Resume = session.wait(m.Resume, limit_s, f"{everybody} to go back")
         if held is not None:
             assert resume.rebuild_generation is not None

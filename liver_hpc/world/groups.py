@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import TransferError
 from liver_hpc.host.process import all_at_once
+from liver_hpc.layout.coordinates import ids_text
 from liver_hpc.transport import gloo_sockets, gloo_waits
 from liver_hpc.transport.wire import end_batch, group_wire
 from liver_hpc.world.device import Device, Network
@@ -284,7 +285,7 @@ class Group:
         while the device connects; it may raise."""
         if len(self.members) == 1:
             return
-        prefix, peers = dist.PrefixStore(self.name, store), f"workers {list(self.members)}"
+        prefix, peers = dist.PrefixStore(self.name, store), f"workers {ids_text(self.members)}"
         self.attach(
             network.open_backend(prefix, self.rank, len(self.members), timeout_s, peers, check)
         )
@@ -416,7 +417,9 @@ class GroupBook:
             backend = group.backend
             if backend is None or (error := backend.get_error()) == native.ErrorType.SUCCESS:
                 continue
-            raise TransferError(f"NCCL between workers {list(members)} has failed: {error.name}")
+            raise TransferError(
+                f"NCCL between workers {ids_text(members)} has failed: {error.name}"
+            )
 
     def have_ended(self) -> bool:
         """Whether gloo has closed all connections of these groups, so that nothing in them ends any

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.markers import CARETLEFT
 
+from liver_hpc.layout.coordinates import ids_text
 from liver_hpc.report.derive import ReconfigurationFigures
 from liver_hpc.report.drawings.canvas import (
     Color,
@@ -20,7 +21,7 @@ from liver_hpc.report.drawings.canvas import (
     name_rows,
     new_figure,
 )
-from liver_hpc.report.wording import bytes_text, ids_text, layout_text, number_text
+from liver_hpc.report.wording import bytes_text, layout_text, number_text
 from liver_hpc.report.worlds import first_known
 from liver_hpc.run.records import RunRecords, TrafficRecord, WorkerPhaseRecord
 

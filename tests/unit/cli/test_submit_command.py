@@ -240,7 +240,7 @@ def test_dry_run_prints_the_run_and_makes_nothing(tmp_path: Path, capsys: Captur
     assert config.runs_directory == tmp_path / "runs"
     rows = [line.split() for line in shown.splitlines() if line.startswith("#  ")]
     assert ["#", "2", "tp2", "pp1", "dp1"] in [row[:5] for row in rows]
-    assert "tp1 pp1 dp2 on workers 0,1" in shown
+    assert "tp1 pp1 dp2 on workers 0-1" in shown
     assert "replace worker 1" in shown
     assert shown.endswith("# nothing was launched\n")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run.yaml"]

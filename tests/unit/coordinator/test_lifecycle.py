@@ -201,7 +201,7 @@ def test_a_first_worker_that_does_not_come_fails_the_run(make: Start, fault: Fau
         == {
             Fault.DIE: "agent a0 ended with exit code 5 before its workers were ready; "
             "see logs/*a0*.log",
-            Fault.SILENT: "waited 0.5 s for Hello of workers [1]",
+            Fault.SILENT: "waited 0.5 s for Hello of workers 1",
         }[fault]
     )
 
@@ -235,7 +235,7 @@ def test_workers_that_do_not_stop_fail_the_run_and_are_named(make: Start) -> Non
     run = make(deadlines={"boundary_s": 0.3})
     run.cluster.workers[1].script.mute = True
     run.ask(m.StopRequest())
-    assert run.outcome().reason == "waited 0.3 s for Finished of workers [1]"
+    assert run.outcome().reason == "waited 0.3 s for Finished of workers 1"
 
 
 @pytest.mark.parametrize("ending", ["stopped", "requeue"])

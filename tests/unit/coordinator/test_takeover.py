@@ -265,7 +265,7 @@ def test_what_a_journal_lacks_that_could_not_be_written_is_found_at_once(
     run.cluster.train()
     run.until(lambda: run.result is not None, "the end of the run")
     assert run.result is not None
-    assert "workers [0, 1] were told more than the journal says" in run.result.reason
+    assert "workers 0-1 were told more than the journal says" in run.result.reason
 
 
 def test_what_nodes_were_warned_of_is_known_to_the_next_coordinator(

@@ -185,7 +185,7 @@ def connect_beside_training(machines: Machines) -> tuple[list[Exception], list[b
     def connect(worker: int) -> None:
         prefix = dist.PrefixStore("connect", store)
         try:
-            networks[worker].open_backend(prefix, worker, 2, 0.5, "workers [0, 1]")
+            networks[worker].open_backend(prefix, worker, 2, 0.5, "workers 0-1")
         except (DeadlineError, RuntimeError) as error:
             errors.append(error)
 
@@ -227,7 +227,7 @@ def test_in_trainings_lane_the_two_would_wait_for_each_other(
     without(Network, "_connect", "self._device.new_lane()", "self._device.own_lane()")
     errors, _ = connect_beside_training(machines)
     assert errors, "of the first whose deadline passes; its abort may free the other"
-    assert all("for workers [0, 1] to connect" in str(error) for error in errors)
+    assert all("for workers 0-1 to connect" in str(error) for error in errors)
 
 
 def test_with_one_hardware_queue_the_deadline_lets_training_go_on() -> None:
@@ -526,7 +526,7 @@ def test_a_step_whose_reductions_ended_undone_is_not_done(
     assert steps() == done + (not checks)
     if checks:
         errors = [str(run.seats[worker].error) for worker in TP.workers]
-        assert errors == ["NCCL between workers [0, 1] has failed: COMM_ERROR"] * 2
+        assert errors == ["NCCL between workers 0-1 has failed: COMM_ERROR"] * 2
 
 
 @pytest.mark.parametrize("checks", [True, False])
@@ -552,7 +552,7 @@ def test_a_first_backward_whose_reductions_ended_undone_is_not_voted_for(
     if checks:
         ended = run.end()
         assert ended.outcome == "aborted"
-        assert "NCCL between workers [1, 2] has failed: COMM_ERROR" in ended.detail
+        assert "NCCL between workers 1-2 has failed: COMM_ERROR" in ended.detail
         run.check(TP.workers)
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 
 from liver_hpc.errors import ConfigError
-from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
+from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap, ids_text
 from tests.unit.layout.models import LAYOUTS, rank_map
 
 
@@ -66,3 +66,22 @@ def test_rank_map_finds_workers_and_seats() -> None:
     assert seated.worker_at(Coordinate(1, 0, 1)) == 8
     assert seated.coordinate_of(8) == Coordinate(1, 0, 1)
     assert seated.coordinate_of(0) is None
+
+
+@pytest.mark.parametrize(
+    ("workers", "text"),
+    [((), "none"), ((3,), "3"), ((2, 0, 1), "0-2"), ((0, 1, 4, 7, 6), "0-1, 4, 6-7")],
+)
+def test_ids_are_runs_of_ids(workers: tuple[int, ...], text: str) -> None:
+    assert ids_text(workers) == text
+
+
+def test_of_many_runs_of_ids_the_first_are_told() -> None:
+    """As in an error of a group of 2,048 workers, which all of them send."""
+    text = ids_text(range(0, 16384, 8))
+    assert text.startswith("0, 8, 16, ")
+    assert text.endswith(", 248, and 2016 more")
+
+
+def test_a_rank_map_tells_its_order() -> None:
+    assert str(RankMap(Layout(2, 1, 2), (0, 1, 3, 2))) == "tp2 pp1 dp2 on workers 0-1, 3, 2"

@@ -173,8 +173,8 @@ def test_the_text_names_kind_copy_and_workers() -> None:
     }
 
     assert _disagreements(source, target, votes) == [
-        "parameter (split over tp): target copy replica 1 (workers [2, 3]) is 0000000000000008, "
-        "source copy replica 0 (workers [0]) is 0000000000000007"
+        "parameter (split over tp): target copy replica 1 (workers 2-3) is 0000000000000008, "
+        "source copy replica 0 (workers 0) is 0000000000000007"
     ]
 
 
@@ -186,7 +186,7 @@ def test_a_copy_that_nobody_reports_is_missing() -> None:
 
     (text,) = _disagreements(source, target, votes)
 
-    assert "target copy replica 0 tp 1 (workers [1]) is missing" in text
+    assert "target copy replica 0 tp 1 (workers 1) is missing" in text
 
 
 def test_all_ep_ranks_together_hold_one_copy_of_the_experts() -> None:
@@ -205,8 +205,8 @@ def test_all_ep_ranks_together_hold_one_copy_of_the_experts() -> None:
         for worker, value in values.items()
     }
     assert disagreements(Side("world", rank_map, told)) == [
-        "parameter (split over tp, of experts): world copy replica 1 (workers [2, 3]) is "
-        "0000000000000008, world copy replica 0 (workers [0, 1]) is 0000000000000007"
+        "parameter (split over tp, of experts): world copy replica 1 (workers 2-3) is "
+        "0000000000000008, world copy replica 0 (workers 0-1) is 0000000000000007"
     ]
 
 
@@ -231,7 +231,7 @@ def test_equal_copies_agree_within_one_world_and_across_a_disk(situation: Situat
 def test_copies_of_one_world_that_have_diverged_are_found() -> None:
     rank_map = RankMap(Layout(1, 1, 2), (4, 9))
     (text,) = disagreements(Side("world", rank_map, {4: (_parameter(7),), 9: (_parameter(8),)}))
-    assert "world copy replica 1 (workers [9]) is 0000000000000008" in text
+    assert "world copy replica 1 (workers 9) is 0000000000000008" in text
 
 
 def test_what_was_restored_is_told_apart_from_what_was_saved() -> None:
@@ -241,8 +241,8 @@ def test_what_was_restored_is_told_apart_from_what_was_saved() -> None:
         Side("restored", rank_map, {0: (_parameter(8),)}),
     )
     assert found == [
-        "parameter (split over tp): restored copy replica 0 (workers [0]) is 0000000000000008, "
-        "saved copy replica 0 (workers [0]) is 0000000000000007"
+        "parameter (split over tp): restored copy replica 0 (workers 0) is 0000000000000008, "
+        "saved copy replica 0 (workers 0) is 0000000000000007"
     ]
 
 

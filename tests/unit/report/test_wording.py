@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from liver_hpc.report.wording import bytes_text, duration_text, ids_text, layout_text, number_text
+from liver_hpc.report.wording import bytes_text, duration_text, layout_text, number_text
 
 
 @pytest.mark.parametrize(
@@ -62,11 +62,3 @@ def test_durations_read_like_a_clock(seconds: float, text: str) -> None:
 )
 def test_layouts_leave_out_axes_of_one(layout: str, text: str) -> None:
     assert layout_text(layout) == text
-
-
-@pytest.mark.parametrize(
-    ("workers", "text"),
-    [((), "none"), ((3,), "3"), ((2, 0, 1), "0-2"), ((0, 1, 4, 7, 6), "0-1, 4, 6-7")],
-)
-def test_ids_are_runs_of_ids(workers: tuple[int, ...], text: str) -> None:
-    assert ids_text(workers) == text

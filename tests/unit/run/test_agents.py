@@ -96,7 +96,7 @@ def test_missing_names_agents_first_and_then_workers(scene: Scene) -> None:
     assert scene.agents.missing(0) == "agent a0 to meet, agent a1 to meet"
     scene.agents.meet("a0", 2)
     scene.join(1)
-    assert scene.agents.missing(0) == "Hello of workers [0], agent a1 to meet"
+    assert scene.agents.missing(0) == "Hello of workers 0, agent a1 to meet"
     scene.join(0)
     scene.met("a1", workers=1)
     assert scene.agents.missing(0) == ""

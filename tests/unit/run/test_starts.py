@@ -411,7 +411,7 @@ def test_a_run_whose_copies_differ_goes_back_to_its_checkpoint_and_says_which_di
     verify(run, 1, 1)
     assert run.ending is not None
     assert "copies of the state differ after step 10: parameter" in run.ending.reason
-    assert "(workers [1]) is 0000000000000001" in run.ending.reason
+    assert "(workers 1) is 0000000000000001" in run.ending.reason
 
 
 def test_what_is_told_late_of_an_earlier_step_does_not_keep_a_later_one_from_being_compared() -> (

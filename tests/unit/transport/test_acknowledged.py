@@ -52,7 +52,7 @@ def test_all_is_well_where_all_hold_what_was_sent() -> None:
 def test_a_sender_is_told_that_a_receiver_holds_something_else() -> None:
     first = {(1, PARAMETER): 3, (2, PARAMETER): 4}, {}
     assert words(first, ({}, {(0, PARAMETER): 3}), ({}, {(0, PARAMETER): 5})) == [
-        "worker 0: workers [2] hold something else than was sent to them, by digest",
+        "worker 0: workers 2 hold something else than was sent to them, by digest",
         "",
         "",
     ]

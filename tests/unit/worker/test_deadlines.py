@@ -173,13 +173,13 @@ def waits_for_the_verdict(worker: Worker) -> None:
 
 
 WORDS: dict[Callable[[Worker], None], str] = {
-    joins: "waited 0.03 s for workers [0, 1, 2] to be prepared",
-    restores: "waited 0.04 s for workers [0, 1] to restore from /checkpoints/step-3",
-    refills: "waited 0.06 s for all workers to fill tp1 pp1 dp2 on workers 0,1",
+    joins: "waited 0.03 s for workers 0-2 to be prepared",
+    restores: "waited 0.04 s for workers 0-1 to restore from /checkpoints/step-3",
+    refills: "waited 0.06 s for all workers to fill tp1 pp1 dp2 on workers 0-1",
     lingers: "waited 0.11 s for generation 4 to have snapshots",
     lets_go: "waited 0.03 s for the coordinator's word after a peer is gone",
     has_no_source: "waited 0.01 s for the source world to stand",
-    goes_back: "waited 0.05 s for workers [0, 1, 2] to go back",
+    goes_back: "waited 0.05 s for workers 0-2 to go back",
     waits_for_the_boundary: "waited 0.13 s for the coordinator to say where the source stands",
     waits_for_the_verdict: "waited 0.08 s for the coordinator's verdict on the handoff",
 }
@@ -220,9 +220,9 @@ def sends(worker: Worker) -> None:
 
 LATE = {
     fills: "waited 0.05 s for the state to be copied: the device",
-    computes: "waited 0.05 s for the first gradients of workers [1, 2]: the device",
+    computes: "waited 0.05 s for the first gradients of workers 1-2: the device",
     sends: "waited 0.05 s for the bytes: the device has not come to its end: messages between "
-    "workers [1] are stuck",
+    "workers 1 are stuck",
 }
 
 
