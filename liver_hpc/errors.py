@@ -59,6 +59,10 @@ class MeetingError(LiverError):
     """A joiner and the rendezvous did not come together: bad proof, no answer, dead peer."""
 
 
+class NoRoom(LiverError):
+    """A device cannot hold both worlds of a handoff, but would do with bounded memory."""
+
+
 class TransferError(LiverError):
     """Bytes could not be moved between two workers."""
 

@@ -10,10 +10,11 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
+from torch import OutOfMemoryError
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from liver_hpc.clock import Deadline
-from liver_hpc.errors import LiverError
+from liver_hpc.errors import LiverError, NoRoom
 from liver_hpc.handoff.session import Session, Target
 from liver_hpc.layout.budget import Budget
 from liver_hpc.layout.coordinates import RankMap, ids_text
@@ -53,13 +54,18 @@ def prepare(session: Session, source_world: World | None) -> Target:
 
     On source workers it runs beside the training thread, on a device in a lane of its own. A
     worker does all of it alone but the connection of groups and pairs, which is collective over
-    the session's members. Raises LiverError or RuntimeError; HandoffAborted when the attempt is
-    called off.
+    the session's members. Raises LiverError or RuntimeError; `NoRoom` where bounded memory may do;
+    HandoffAborted when the attempt is called off.
     """
     context = session.context
     lane = context.device.new_lane()
-    with lane.entered():
-        return _prepare(session, source_world, lane)
+    try:
+        with lane.entered():
+            return _prepare(session, source_world, lane)
+    except OutOfMemoryError as error:
+        if session.bounded or source_world is None or not session.is_target:
+            raise
+        raise NoRoom(str(error)) from error
 
 
 def _prepare(session: Session, source_world: World | None, lane: Lane) -> Target:
@@ -165,7 +171,7 @@ def _allocating(session: Session, rehearses: bool) -> Allocating:
     memory, on a CPU always, on a GPU where the world does not fit beside training.
 
     Raises LiverError where training would run out of memory beside it, or bounded memory at the
-    boundary.
+    boundary; `NoRoom` where bounded memory would do.
     """
     context, worker = session.context, session.context.worker
     room, untouched = context.device.room(), partial(Untouched, Kept())
@@ -179,20 +185,22 @@ def _allocating(session: Session, rehearses: bool) -> Allocating:
 
     wanted_bytes, free_bytes = held_bytes(session.target) + staging_bytes, room.free_bytes
     fits, when = wanted_bytes <= free_bytes, "beside the world that trains"
-    if not fits and session.is_hollow:
+    if not fits and session.is_source:
+        in_full = f"{wanted_bytes / GIB:.2f} GiB {when}, the device has {free_bytes / GIB:.2f} GiB"
         wanted_bytes, when = staging_bytes, f"for staging {when}"
         if staging_bytes <= free_bytes:
             layouts = session.source.layout, session.target.layout
             wanted_bytes = Budget(context.config, spec).bounded_bytes(*layouts)
             free_bytes, when = room.free_bytes + room.peak_bytes, "at the boundary"
         if wanted_bytes <= free_bytes:
-            return Memoryless
+            if session.bounded:
+                return Memoryless
+            raise NoRoom(f"worker {worker}: its seat in {session.target} wants {in_full}")
     if not fits:
         raise LiverError(
             f"worker {worker}: its seat in {session.target} wants {wanted_bytes / GIB:.2f} GiB "
             f"{when}, the device has {free_bytes / GIB:.2f} GiB; "
-            f"wanted a layout of smaller seats, a smaller handoff.staging_bytes or micro-batch"
-            f"{'' if session.is_hollow else ', or handoff.memory: bounded'}"
+            "wanted a layout of smaller seats, a smaller handoff.staging_bytes or micro-batch"
         )
     rehearses_beside = session.is_source and rehearses
     step_bytes = max(0, room.peak_bytes - held_bytes(session.source)) if rehearses_beside else 0

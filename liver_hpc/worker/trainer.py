@@ -13,7 +13,7 @@ from pathlib import Path
 from liver_hpc.checkpoint.parts import restore
 from liver_hpc.checkpoint.saving import YIELDS_S
 from liver_hpc.clock import Deadline, poll_until
-from liver_hpc.errors import DeadlineError, LiverError
+from liver_hpc.errors import DeadlineError, LiverError, NoRoom
 from liver_hpc.handoff.beside import Beside
 from liver_hpc.handoff.crossing import Crossed, Crossing
 from liver_hpc.handoff.prepare import prepare, prepared_message
@@ -317,7 +317,8 @@ class Trainer(WorldHolder):
             if session.aborted is not None or session.halted is not None:
                 log.info("generation %d ended while preparing: %s", session.generation, error)
                 return
-            self._fail(session.generation, "PREPARE failed", f"{type(error).__name__}: {error}")
+            why, full = f"{type(error).__name__}: {error}", isinstance(error, NoRoom)
+            self._fail(session.generation, "PREPARE failed", why, full)
         else:
             self._context.send(prepared_message(session, session.prepared))
 
@@ -437,11 +438,12 @@ class Trainer(WorldHolder):
         except FAILURES as error:
             self._fail(session.generation, "RELEASE failed", f"{type(error).__name__}: {error}")
 
-    def _fail(self, generation: int, what: str, reason: str) -> None:
+    def _fail(self, generation: int, what: str, reason: str, full: bool = False) -> None:
         """Logs the error of the moment and tells the coordinator."""
         log.exception("generation %d: %s", generation, what)
         worker = self._context.worker
-        self._context.send(m.Failed(worker=worker, generation=generation, reason=reason))
+        failed = m.Failed(worker=worker, generation=generation, reason=reason, full=full)
+        self._context.send(failed)
 
     def _go_back(self, session: Session, source: World, abort: m.Abort) -> None:
         """Goes on with the source world after an attempt was called off at the boundary.

@@ -605,7 +605,8 @@ def test_bounded_memory_waits_for_the_device(run: LateRun, without: Any) -> None
 @pytest.mark.parametrize(
     ("bounded", "free_bytes", "when"),
     [
-        (False, 1000, "beside the world that trains, the device has"),
+        (False, 1000, "for staging beside the world that trains"),
+        (False, STAGING_BYTES, "at the boundary, the device has"),
         (True, 1000, "for staging beside the world that trains"),
         (True, STAGING_BYTES, "at the boundary, the device has"),
     ],
@@ -619,6 +620,42 @@ def test_a_world_that_has_no_room_is_not_built(
     assert ended.outcome == "aborted"
     assert "worker 1: its seat in" in ended.detail
     assert when in ended.detail
+    assert not any(isinstance(each, m.Failed) and each.full for each in run.said)
+    run.check(TP.workers)
+
+
+def test_where_bounded_memory_would_do_the_coordinator_hears_of_it(run: LateRun) -> None:
+    run.rooms[1] = Room(free_bytes=STAGING_BYTES, peak_bytes=2**30)
+    run.begin()
+    ended = run.hand_off(MOVED)
+    assert ended.outcome == "aborted"
+    assert "GiB beside the world that trains, the device has" in ended.detail
+    assert [each.full for each in run.said if isinstance(each, m.Failed)] == [True]
+    run.check(TP.workers)
+
+
+@pytest.mark.parametrize(
+    ("worker", "bounded", "full"), [(1, False, True), (1, True, False), (2, False, False)]
+)
+def test_of_memory_that_runs_out_the_coordinator_hears_where_less_would_do(
+    run: LateRun, worker: int, bounded: bool, full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Free memory in many pieces, and what a network library takes, is in no account. Worker 2
+    joins, and holds one world anyway."""
+
+    def runs_out(context: Any, *others: Any) -> int:
+        if context.worker == worker:
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+        return connect_groups(context, *others)
+
+    connect_groups = prepare.connect_groups
+    monkeypatch.setattr(prepare, "connect_groups", runs_out)
+    run.begin()
+    ended = run.hand_off(MOVED, bounded=bounded)
+    assert ended.outcome == "aborted"
+    assert "Tried to allocate 2.00 GiB" in ended.detail
+    told = [each for each in run.said if isinstance(each, m.Failed) and each.worker == worker]
+    assert [each.full for each in told] == [full]
     run.check(TP.workers)
 
 

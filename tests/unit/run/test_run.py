@@ -276,6 +276,41 @@ def test_a_layout_that_waits_is_withdrawn_by_whoever_asks_for_the_present_one(
     assert not play.watch.records
 
 
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_handoff_without_room_for_both_worlds_is_made_again_at_once_in_bounded_memory(
+    asks: bool,
+) -> None:
+    play = training()
+    if asks:
+        assert play.ask(m.ResizeRequest(layout="tp=2")).ok
+    else:
+        for node in (burst(3), burst(4)):
+            play.grant(node)
+        play.settle()
+        play.wait(POLICY["settle_s"])
+    handoffs = play.run.handoffs
+    while (attempt := handoffs.attempt) is None or handoffs._machine.phase is not Phase.PREPARE:
+        assert play.go_on(draw=False)
+    assert not attempt.request.bounded
+    full = m.Failed(worker=1, generation=attempt.generation, reason="has 1.00 GiB", full=True)
+    play.say(1, full)
+    began_s = play.now_s
+    play.settle()
+    play.train()
+    play.settle()
+    (off,) = play.watch.records
+    assert (off.outcome, off.detail) == ("aborted", "PREPARE: worker 1: has 1.00 GiB")
+    again = handoffs.attempt
+    assert again is not None
+    assert again.request.bounded
+    assert again.request.target.layout == attempt.request.target.layout
+    assert play.now_s - began_s < POLICY["retry_s"]
+    play.calm()
+    done = play.watch.records[-1]
+    assert (done.outcome, done.target) == ("completed", off.target)
+    assert not [*differences(play.journal(), TWO_NODES.new_run)]
+
+
 def test_who_asks_for_the_present_layout_bounds_growth_once() -> None:
     play = training()
     answer = play.ask(m.ResizeRequest(workers=2))
