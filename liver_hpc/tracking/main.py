@@ -175,6 +175,8 @@ class Following:
                     path = section.directory / self._run_directory.name
                 self._trackers[name] = TensorBoard(path, told, stands.step, self._clock.now_s())
             case "wandb":
+                # To W&B itself, also where the server is another one; read in the import.
+                os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
                 from liver_hpc.tracking.weights_and_biases import WeightsAndBiases
 
                 facts = {"run_directory": self._run_directory.name, "name": self._config.name}

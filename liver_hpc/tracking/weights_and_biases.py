@@ -43,7 +43,15 @@ class WeightsAndBiases(Tracker):
             config=facts,
             resume="allow",
             settings=wandb.Settings(
-                console="off", silent=True, x_disable_stats=True, init_timeout=INIT_S
+                console="off",
+                silent=True,
+                init_timeout=INIT_S,
+                # What it finds out by itself of this host, its packages and the user's repository.
+                disable_git=True,
+                save_code=False,
+                x_disable_meta=True,
+                x_disable_stats=True,
+                x_save_requirements=False,
             ),
         )
         self._marks = list(before)

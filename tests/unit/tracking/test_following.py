@@ -7,6 +7,7 @@ import math
 import os
 import stat
 import struct
+import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -324,6 +325,35 @@ def test_weights_and_biases_has_one_run_and_steps_that_are_done_again_at_their_p
         [(1, 1), (2, 2), (3, 3)],
         [(4, 3), (5, 4), (6, 4)],
     ]
+
+
+def test_weights_and_biases_finds_out_nothing_of_the_repository_around_and_of_the_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the user's account has W&B keep the code of runs."""
+    pytest.importorskip("wandb", reason="W&B is not installed; pip install 'liver_hpc[wandb]'")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SAVE_CODE", "true")
+    monkeypatch.delenv("WANDB_ERROR_REPORTING", raising=False)
+    monkeypatch.chdir(tmp_path)
+    committed = "-c user.name=ann -c user.email=ann@lab commit --allow-empty -m x"
+    for words in ("init", "remote add origin lab:secret", committed):
+        subprocess.run(["git", *words.split()], check=True)
+    config = config_of(wandb={"project": "p"})
+    (tmp_path / "run.yaml").write_text(dump_run(config))
+    append(tmp_path, [*entries(STARTED), *steps(0)])
+    following = Following(tmp_path, load_run(tmp_path / "run.yaml"), pytest.fail)
+    following.open()
+    following.close()
+    (path,) = (tmp_path / "tracking" / "wandb").glob("offline-run-*/*.wandb")
+    assert [*path.parent.glob("files/**/*.*")] == [], "files to be sent"
+    told = [Record.FromString(data) for data in _records(path)]
+    (run,) = (one.run for one in told if one.HasField("run"))
+    assert not run.HasField("git")
+    assert not [one for one in told if one.environment.executable or one.environment.args]
+    assert os.environ["WANDB_ERROR_REPORTING"] == "false"
 
 
 BLOCK_BYTES, FILE_HEAD_BYTES, HEAD = 32768, 7, struct.Struct("<IHB")
