@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import resource
+import socket
 import sys
 import tempfile
 import threading
@@ -230,10 +231,20 @@ def join(node: Node, within_s: float) -> Said:
 
 
 def store(node: Node, within_s: float) -> Said:
-    """Opens one over which two nodes find each other; and whether there is a CUDA device."""
+    """Opens one over which two nodes find each other; and whether there is a CUDA device. It asks
+    nobody who he is, and would listen on all addresses."""
     import torch
 
-    opened = _store(node.address, 0, within_s, is_master=True, wait_for_workers=False)
+    family = socket.AF_INET6 if ":" in node.address else socket.AF_INET
+    listening = socket.create_server((node.address, 0), family=family)
+    opened = _store(
+        node.address,
+        listening.getsockname()[1],
+        within_s,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
     node.held.callback(lambda: opened)
     return {"at": [node.address, opened.port], "cuda": torch.cuda.is_available()}
 

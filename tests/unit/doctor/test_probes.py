@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -153,6 +154,16 @@ def test_a_probe_that_hangs_holds_up_no_other(nodes: Nodes) -> None:
     with pytest.raises(LiverError, match=r"waited 0.1 s for the measure probe on n1"):
         nodes.ask(["n1"], "measure", 0.1, **waits)
     assert nodes.ask(["n1"], "now", LIMIT_S).keys() == {"n1"}
+
+
+def test_torchs_store_which_asks_nobody_listens_at_the_nodes_own_address_alone(
+    tmp_path: Path,
+) -> None:
+    node = probe.Node("n1", tmp_path, NetworkSection(interface="lo"))
+    host, port = probe.store(node, LIMIT_S)["at"]
+    with socket.create_connection((host, port), LIMIT_S), pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), LIMIT_S)
+    node.held.close()
 
 
 def test_clocks_that_are_apart_are_a_warning() -> None:
