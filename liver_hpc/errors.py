@@ -68,7 +68,15 @@ class TransferError(LiverError):
 
 
 class CheckpointError(LiverError):
-    """A checkpoint cannot be read, is damaged, or is of another model."""
+    """A checkpoint cannot be read, is damaged, or is of another model.
+
+    What it quotes may be somebody else's: what would steer a terminal, or begin a line of a log,
+    stands in the text as Python writes it.
+    """
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 class CheckpointOfAnotherRelease(CheckpointError):

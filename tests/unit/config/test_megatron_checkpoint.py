@@ -57,6 +57,17 @@ def test_another_format_is_refused_by_name(
         loaded_checkpoint(tmp_path)
 
 
+def test_what_somebody_else_wrote_steers_no_terminal_and_begins_no_line_of_a_log(
+    tmp_path: Path,
+) -> None:
+    backend = "\x1b]0;mine\x07\n12:00:00 INFO \ud800"
+    path = checkpoint(tmp_path, 5, "metadata.json", about=ABOUT | {"sharded_backend": backend})
+    with pytest.raises(CheckpointError) as raised:
+        loaded_checkpoint(tmp_path)
+    said = r"\x1b]0;mine\x07\n12:00:00 INFO \ud800 1"
+    assert str(raised.value) == f"{path} is of the format {said}; wanted a torch_dist checkpoint"
+
+
 def test_since_0_19_there_is_no_common_file(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, 5, "metadata.json", ".metadata")
     assert loaded_checkpoint(tmp_path) == (5, path)
