@@ -30,6 +30,7 @@ from liver_hpc.recipes.base import Recipe, load_recipe
 from liver_hpc.recipes.specs import derive_spec, keep_spec
 from liver_hpc.recipes.text_data import prepare
 from liver_hpc.run.directory import (
+    LATEST,
     RunDirectory,
     check_free,
     claim_checkpoints,
@@ -64,7 +65,7 @@ def checked_run(config: RunConfig, cluster: str | None = None) -> tuple[RunConfi
     elif kind == "slurm" and not has_slurm:
         found.append("cluster slurm: there is no sbatch on the path")
     section = config.cluster.model_copy(update={"kind": kind})
-    config = absolute_paths(config.model_copy(update={"cluster": section}))
+    config = _without_latest(absolute_paths(config.model_copy(update={"cluster": section})))
     try:
         recipe = load_recipe(config)
         for line in recipe.notes(recipe.options):
@@ -86,6 +87,23 @@ def checked_run(config: RunConfig, cluster: str | None = None) -> tuple[RunConfi
         return config, recipe
     check_run(config, resolved, found)
     return config, resolved
+
+
+def _without_latest(config: RunConfig) -> RunConfig:
+    """The same run, whose checkpoints lie in the run that `latest` names now: once it is launched,
+    that is the run itself."""
+    keys = ("directory", "load", "weights")
+    given = {key: getattr(config.checkpoint, key) for key in keys}
+    named = {key: _named_by_latest(path) for key, path in given.items() if path is not None}
+    checkpoint = config.checkpoint.model_copy(update=named)
+    return config.model_copy(update={"checkpoint": checkpoint})
+
+
+def _named_by_latest(path: Path) -> Path:
+    for link in path.parents:
+        if link.name == LATEST and link.is_symlink():
+            return link.parent / os.readlink(link) / path.relative_to(link)
+    return path
 
 
 def run_to_submit(config: RunConfig, cluster: str | None = None) -> tuple[RunConfig, Recipe]:

@@ -16,9 +16,11 @@ from liver_hpc.config.load import parse_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import LiverError
 from liver_hpc.recipes.specs import SPEC_FILE
+from liver_hpc.run.directory import create_run_directory, point_latest
 from tests.golden_files import Golden
 from tests.unit.cli.test_main import Captured, liver
 from tests.unit.config.runs import minimal, write_minimal
+from tests.unit.config.test_megatron_checkpoint import checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -282,3 +284,25 @@ def test_a_login_node_that_cannot_build_the_model_leaves_that_to_the_run(
     assert "fullest worker" not in shown
     with pytest.raises(LiverError, match=r"libcuda\.so\.1"):
         submission.checked_run(config, "local")
+
+
+@pytest.mark.parametrize("key", ["load", "weights"])
+def test_a_new_run_begins_with_what_the_one_that_was_latest_has(
+    key: str, login_node: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its own start `latest` names itself, and there is nothing: it would begin at step 0."""
+
+    def fails(config: RunConfig) -> NoReturn:
+        raise LiverError("there is no torch")
+
+    monkeypatch.setattr(submission, "derive_spec", fails)
+    before = create_run_directory(minimal())
+    before.checkpoints_path.mkdir()
+    checkpoint(before.checkpoints_path, 50, "metadata.json", ".metadata", "common.pt")
+    point_latest(before)
+    given = Path("runs/latest/checkpoints")
+    config = minimal(cluster={"kind": "slurm", "slurm": SLURM}, checkpoint={key: given})
+    run = submission.new_run(*submission.checked_run(config))
+    point_latest(run)
+    named = getattr(run.config().checkpoint, key)
+    assert named == before.checkpoints_path.absolute()
