@@ -19,6 +19,7 @@ from liver_hpc.checkpoint.index import (
 )
 from liver_hpc.config.megatron_checkpoint import (
     TRACKER_FILE,
+    is_taken,
     loaded_checkpoint,
     weights_checkpoint,
 )
@@ -57,7 +58,9 @@ def newest_checkpoint(directory: Path) -> Checkpoint | None:
 def check_own(newest: Checkpoint | None, run_directory: Path, section: CheckpointSection) -> None:
     """Raises ConfigError where another run, which is still there, has written the newest checkpoint
     of the directory that this one saves into: it has gone on there by other values."""
-    if newest is None or section.directory is None or section.goes_on_from_others:
+    if newest is None or section.goes_on_from_others:
+        return
+    if section.directory is None and not is_taken(newest.path.parent):
         return
     # By the directory's name, as machines may know it by other paths.
     other = Path(newest.index.run_directory)

@@ -23,6 +23,11 @@ RELEASE = "release"
 _WANTED = "wanted a torch_dist checkpoint"
 
 
+def is_taken(directory: Path) -> bool:
+    """Whether a run has taken it that does not lie around it."""
+    return (directory / OWNER_FILE).exists()
+
+
 def iteration_path(directory: Path, step: int) -> Path:
     return directory / f"iter_{step:07d}"
 

@@ -45,7 +45,7 @@ from liver_hpc.checkpoint.newest import (
 )
 from liver_hpc.clock import Clock
 from liver_hpc.cluster.slurm.run_job import check_over
-from liver_hpc.config.megatron_checkpoint import TRACKER_FILE, iteration_path
+from liver_hpc.config.megatron_checkpoint import TRACKER_FILE, is_taken, iteration_path
 from liver_hpc.config.schema import RunConfig, TrainSection
 from liver_hpc.coordinator.file_work import FileWork, remove
 from liver_hpc.errors import CheckpointError
@@ -438,7 +438,7 @@ class Checkpoints:
 
     def _is_own(self, found: tuple[int, Path]) -> bool:
         """By the name of the run's directory, as machines may know it by other paths."""
-        if self._config.checkpoint.directory is None:
+        if self._config.checkpoint.directory is None and not is_taken(self.directory):
             return True
         try:
             return Path(read_index(found[1]).run_directory).name == self._run.path.name

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from liver_hpc.clock import started_ticks
 from liver_hpc.config.load import dump_run, load_run
-from liver_hpc.config.megatron_checkpoint import OWNER_FILE
+from liver_hpc.config.megatron_checkpoint import OWNER_FILE, is_taken
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.host.files import look_anew, make_directory, whose, write_whole
@@ -226,16 +226,20 @@ def claim_checkpoints(run: RunDirectory, config: RunConfig, check_over: CheckOve
     """Where the run's checkpoints lie, looked at again before a coordinator reads or writes there.
 
     Elsewhere, it must be a directory of this user, or of his a link to one, of no other run that is
-    not over; from now on it is this run's. Raises ConfigError when it is not.
+    not over; from now on it is this run's. So is the run's own that another one has taken. Raises
+    ConfigError when it is not.
     """
-    link, elsewhere = run.checkpoints_path, config.checkpoint.directory
-    if elsewhere is None:
-        return link
-    if link.is_symlink():
+    link, path = run.checkpoints_path, run.checkpoints_path
+    if config.checkpoint.directory is None:
+        if not is_taken(link):
+            return link
+    elif link.is_symlink():
         path = Path(os.readlink(link))
         _check_own(path)
-        _check_free(path, check_over, run)
-        _take(path, run)
+    else:
+        return link
+    _check_free(path, check_over, run)
+    _take(path, run)
     return link
 
 
@@ -246,16 +250,18 @@ def _check_free(path: Path, check_over: CheckOver, run: RunDirectory | None = No
     try:
         check_over(owner)
     except ConfigError as error:
-        why = f"{path} is another run's, as {path / OWNER_FILE} says: {error}"
-        raise ConfigError(f"checkpoint.directory: {why}") from None
+        says = f", as {path / OWNER_FILE} says" if is_taken(path) else ""
+        raise ConfigError(f"checkpoint.directory: {path} is another run's{says}: {error}") from None
 
 
 def _owner_of(path: Path) -> RunDirectory | None:
-    """The run that took a directory last; None where none did, or it is gone."""
+    """The run that took a directory last, else the one in whose directory it lies; None where there
+    is none, or it is gone."""
     with suppress(OSError, UnicodeDecodeError):
         owner = RunDirectory(Path((path / OWNER_FILE).read_text(encoding="utf-8")))
         return owner if owner.config_path.is_file() else None
-    return None
+    around = RunDirectory(path.resolve().parent)
+    return around if around.config_path.is_file() and around.secret_path.is_file() else None
 
 
 def _take(path: Path, run: RunDirectory) -> None:

@@ -153,6 +153,21 @@ def test_two_runs_do_not_share_a_directory_of_checkpoints(
         claim_checkpoints(second, config, check_over)
 
 
+def test_a_run_in_whose_own_directory_another_one_has_gone_on_does_not(
+    launches: Launches,
+) -> None:
+    first = ended(STOPPED)
+    place = first.checkpoints_path.absolute()
+    section = {"directory": place, "load": place}
+    config = minimal(cluster=first.config().cluster.model_dump(), checkpoint=section)
+    second = create_run_directory(config, "second")
+    claim_checkpoints(second, config, check_over)
+    Disk(TIED, second.path).save(TWO, 900)
+    with pytest.raises(ConfigError, match=r"iter_0000900, is of another run, .*/second: resume"):
+        resume_run(first)
+    assert not launches.runs
+
+
 def test_a_finished_run_does_not(launches: Launches) -> None:
     run = ended(Outcome("finished", "all 10 steps are done", 10))
     with pytest.raises(ConfigError, match=r"^run runs/run-slurm is complete: all 10 steps are d"):

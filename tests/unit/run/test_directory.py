@@ -131,6 +131,27 @@ def test_who_goes_on_from_what_lies_there_may_wait_behind_another_run(
     claim_checkpoints(second, follows, lambda run: None)
 
 
+def test_the_directory_of_another_run_is_taken_once_that_one_is_over(tmp_path: Path) -> None:
+    """Where a run saves by itself, nobody else does: no `.liver-run` says whose that is."""
+    config = tiny_run(runs_directory=tmp_path / "runs")
+    one = create_run_directory(config)
+    place = claim_checkpoints(one, config, none_is_over)
+    place.mkdir()
+    follows = tiny_run(
+        runs_directory=config.runs_directory, checkpoint={"directory": place, "load": place}
+    )
+    other = create_run_directory(follows)
+    for way in (follows, tiny_run(checkpoint={"directory": place})):
+        with pytest.raises(ConfigError, match=rf"is another run's: run {one} is not over"):
+            claim_checkpoints(other, way, none_is_over)
+    claim_checkpoints(other, follows, lambda run: None)
+    with pytest.raises(ConfigError, match=rf"liver-run says: run {other} is not over"):
+        claim_checkpoints(one, config, none_is_over)
+    claim_checkpoints(one, config, lambda run: None)
+    with pytest.raises(ConfigError, match=rf"liver-run says: run {one} is not over"):
+        claim_checkpoints(other, follows, none_is_over)
+
+
 def test_a_scratch_that_was_cleaned_is_no_obstacle(elsewhere: RunConfig) -> None:
     run = create_run_directory(elsewhere)
     place = claim_checkpoints(run, elsewhere, none_is_over).resolve()
