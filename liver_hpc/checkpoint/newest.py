@@ -163,6 +163,24 @@ def to_load(config: RunConfig, directory: Path, own: Checkpoint | None) -> Loade
     return Loaded(path, 0, checked(path) if has_index(path) else None, weights=True)
 
 
+def goes_on_from(config: RunConfig) -> Path | None:
+    """The checkpoint with which the run of a run file begins that has `checkpoint.load`, or goes on
+    from: of its own where the run file says where these lie. None where there is none, and without
+    `checkpoint.load`. Raises as `to_load`."""
+    section = config.checkpoint
+    if section.load is None:
+        return None
+    if section.directory is None:
+        found = loaded_checkpoint(section.load)
+        return None if found is None else found[1]
+    directory = section.directory.expanduser()
+    own = newest_checkpoint(directory)
+    loaded = _to_go_on_from(config, directory, own)
+    if loaded is not None:
+        return loaded.path
+    return None if own is None else own.path
+
+
 def _to_go_on_from(config: RunConfig, directory: Path, own: Checkpoint | None) -> Loaded | None:
     """By `checkpoint.load`; None too where that is where the run saves, and holds nothing yet."""
     load = config.checkpoint.load

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ValidationError
 from liver_hpc.config.load import dump_run
 from liver_hpc.config.megatron_checkpoint import tracked_step
 from liver_hpc.config.schema import AUTO, RunConfig
-from liver_hpc.errors import ConfigError, LiverError
+from liver_hpc.errors import CheckpointError, ConfigError, LiverError
 from liver_hpc.host.child import Child, Command
 from liver_hpc.host.files import write_whole
 from liver_hpc.layout.tensors import ModelSpec
@@ -134,7 +134,9 @@ def _begins_with(config: RunConfig) -> tuple[Any, ...]:
     """Which checkpoints a run may begin with, that must be of its model, and the layout of whose
     optimizer the spec must know."""
     load, weights = config.checkpoint.load, config.checkpoint.weights
-    step = None if load is None else tracked_step(load.expanduser())
+    step = None
+    with suppress(CheckpointError):  # who loads it tells; a run may go on from its own
+        step = None if load is None else tracked_step(load.expanduser())
     return str(load), step, str(weights)
 
 

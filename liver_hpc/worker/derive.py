@@ -17,12 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from liver_hpc import __version__
+from liver_hpc.checkpoint.newest import goes_on_from
 from liver_hpc.config.load import load_run
-from liver_hpc.config.megatron_checkpoint import (
-    TRACKER_FILE,
-    loaded_checkpoint,
-    weights_checkpoint,
-)
+from liver_hpc.config.megatron_checkpoint import TRACKER_FILE, weights_checkpoint
 from liver_hpc.config.schema import AUTO
 from liver_hpc.errors import MODELS_ERRORS, LiverError, place_in_users_code
 from liver_hpc.host.files import write_whole
@@ -116,8 +113,7 @@ def _why_not_here(error: BaseException) -> str:
 def _derived(derivation: Derivation, recipe: Recipe, layouts: list[Layout]) -> ModelSpec:
     """The spec for the run's layouts, and for that of the checkpoint that it begins with, where
     that lies as it did there. Raises CheckpointError where it is not one of this model."""
-    load, weights = recipe.config.checkpoint.load, recipe.config.checkpoint.weights
-    found = None if load is None else loaded_checkpoint(load)
+    found, weights = goes_on_from(recipe.config), recipe.config.checkpoint.weights
     if found is None and weights is None:
         return derivation.spec(layouts)
     from liver_hpc.checkpoint.torch_dist.contents import read_contents, read_held
@@ -131,7 +127,7 @@ def _derived(derivation: Derivation, recipe: Recipe, layouts: list[Layout]) -> M
             pieces = derivation.stored(held.known_content).tensors
             Source(held, spec, pieces, weights=True)
         return spec
-    contents = read_contents(found[1])
+    contents = read_contents(found)
     contents.check_samples(recipe.config.train)
     contents.check_schedule(recipe.loaded_schedule())
     if contents.by_buckets:

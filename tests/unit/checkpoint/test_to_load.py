@@ -4,18 +4,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from liver_hpc.checkpoint.index import INDEX_FILE, Checkpoint
-from liver_hpc.checkpoint.newest import Loaded, newest_checkpoint, to_load
+from liver_hpc.checkpoint.newest import Loaded, goes_on_from, newest_checkpoint, to_load
 from liver_hpc.cli.check import _check_checkpoints
 from liver_hpc.config.megatron_checkpoint import (
     FORMAT_FILE,
     METADATA_FILE,
     TRACKER_FILE,
+    iteration_path,
     tracked_step,
 )
 from liver_hpc.config.schema import CheckpointSection
@@ -116,6 +118,25 @@ def test_in_one_directory_a_torn_or_stale_tracker_keeps_nobody_from_his_own(
     assert of(own.path.parent, own.path.parent, own) is None
     with pytest.raises(CheckpointError):
         of(own.path.parent, own.path.parent)
+
+
+@pytest.mark.parametrize("damaged", ["tracker", ".metadata", "all of the newest"])
+def test_what_is_looked_at_before_a_start_is_what_it_goes_on_from(
+    own: Checkpoint, damaged: str
+) -> None:
+    """Of a job whose --load is its --save: the tracker file may name what is no checkpoint."""
+    directory = own.path.parent
+    config = tiny_run(checkpoint={"load": directory, "directory": directory})
+    newest = iteration_path(directory, 9)
+    Disk(TIED, directory.parent).save(Layout(1, 1, 2), 9)
+    (directory / TRACKER_FILE).write_text("" if damaged == "tracker" else "9")
+    if damaged == ".metadata":
+        (newest / METADATA_FILE).unlink()
+    elif damaged != "tracker":
+        shutil.rmtree(newest)
+    assert goes_on_from(config) == (newest if damaged == "tracker" else own.path)
+    before = checkpoint(directory, 50, *FILES)
+    assert goes_on_from(config) == before, "another job has gone on"
 
 
 def test_in_one_directory_its_own_is_none_of_another_job(own: Checkpoint) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import pytest
 
 from benchmarks.gpt_spec import gpt_spec
+from liver_hpc.config.megatron_checkpoint import TRACKER_FILE
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.layout.tensors import ModelSpec
@@ -50,6 +51,16 @@ def test_it_is_where_what_it_depends_on_has_changed(
     tmp_path: Path, changed: dict[str, Any]
 ) -> None:
     assert derivations(tmp_path, minimal(), minimal(**changed)) == 2
+
+
+def test_it_is_where_the_checkpoint_to_begin_with_is_another_one(tmp_path: Path) -> None:
+    """Of a tracker file that names none, who loads it tells: a run may go on from its own."""
+    config = minimal(checkpoint={"load": tmp_path})
+    assert derivations(tmp_path, config) == 1
+    (tmp_path / TRACKER_FILE).write_text("50")
+    assert derivations(tmp_path, config, config) == 1
+    (tmp_path / TRACKER_FILE).write_text("")
+    assert derivations(tmp_path, config, config) == 1
 
 
 def test_a_host_without_torch_keeps_one_too(

@@ -5,15 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from liver_hpc.config.megatron_checkpoint import METADATA_FILE, iteration_path
 from liver_hpc.errors import ConfigError
+from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.recipes.specs import Answer
 from liver_hpc.worker import derive
+from tests.fakes import tiny_run
+from tests.unit.checkpoint.disk import Disk, pieces_of
 from tests.unit.config.runs import minimal
+from tests.unit.layout.models import TIED
 
 
 def test_one_of_another_release_reads_no_run_file(
@@ -52,3 +58,16 @@ def test_what_the_nodes_may_be_able_to_do_is_known_behind_another_error(
 
     assert told(raising["build"]).startswith(why)
     assert not told(lambda: {}["no engine"])
+
+
+def test_a_damaged_checkpoint_keeps_no_run_from_the_one_before(tmp_path: Path) -> None:
+    """Of a job whose --load is its --save; the tracker file names the damaged one."""
+    disk = Disk(TIED, tmp_path / "run")
+    for step in (8, 9):
+        disk.save(Layout(1, 1, 2), step)
+    (iteration_path(disk.directory, 9) / METADATA_FILE).unlink()
+    config = tiny_run(checkpoint={"load": disk.directory, "directory": disk.directory})
+    recipe: Any = SimpleNamespace(config=config, loaded_schedule=dict[str, Any])
+    stored = SimpleNamespace(tensors=pieces_of(TIED))
+    derivation: Any = SimpleNamespace(spec=lambda _: TIED, stored=lambda _: stored)
+    assert derive._derived(derivation, recipe, [Layout(1, 1, 1)]) == TIED
