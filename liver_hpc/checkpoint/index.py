@@ -151,10 +151,16 @@ def part_name(rank: int) -> str:
 def complete_checkpoints(directory: Path) -> list[tuple[int, Path]]:
     """(step, path) of everything under `directory` that has an index, the oldest step first."""
     return sorted(
-        (int(match[1]), path)
+        (step, path)
         for path in _entries(directory)
-        if (match := _COMPLETE.match(path.name)) and has_index(path)
+        if (step := named_step(path)) is not None and has_index(path)
     )
+
+
+def named_step(path: Path) -> int | None:
+    """Of which step a complete checkpoint is, by its name; None for what is not called as one."""
+    match = _COMPLETE.match(path.name)
+    return None if match is None else int(match[1])
 
 
 def has_index(path: Path) -> bool:

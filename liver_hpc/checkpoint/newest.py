@@ -14,6 +14,7 @@ from liver_hpc.checkpoint.index import (
     checksum,
     complete_checkpoints,
     has_index,
+    named_step,
     read_index,
     read_twice,
 )
@@ -73,9 +74,14 @@ def check_own(newest: Checkpoint | None, run_directory: Path, section: Checkpoin
 
 
 def checked(path: Path) -> Checkpoint:
-    """Raises CheckpointError where the index cannot be read, or a file is missing or not as long as
-    written; CheckpointUnread where that is not known."""
+    """Raises CheckpointError where the index cannot be read, or is of another step than the name
+    says, or a file is missing or not as long as written; CheckpointUnread where that is not
+    known."""
     index = read_index(path)
+    named = named_step(path)
+    if named not in (None, index.scalars.step):
+        step = index.scalars.step
+        raise CheckpointError(f"{path} is the checkpoint of step {step} under another name")
     for part in (*index.parts, *index.further):
         file = path / part.file
         got_bytes = _num_bytes(file)

@@ -566,6 +566,17 @@ def test_damaged_ones_do_not_count_among_those_that_are_kept(disk: Disk) -> None
     assert newest_step(disk.directory) == 11
 
 
+def test_a_copy_under_a_higher_number_is_not_gone_on_from(disk: Disk) -> None:
+    """It would be the newest for ever, and those that the run saves after it would be old ones."""
+    for step in (40, 80):
+        disk.save(TWO, step)
+    shutil.copytree(disk.directory / "iter_0000040", disk.directory / "iter_0000900")
+    resumed = disk.checkpoints.open()
+    assert resumed is not None
+    assert resumed.step == 80
+    assert disk.steps() == ["damaged-iter_0000900", "iter_0000040", "iter_0000080"]
+
+
 def test_where_all_are_damaged_the_run_does_not_begin_anew(disk: Disk) -> None:
     disk.save(TWO, 4)
     disk.save(TWO, 8)
