@@ -45,6 +45,7 @@ def local_block(config: Any, context: BuildContext) -> Any:
         config,
         use_transformer_engine=False,
         normalization=config.normalization,
+        qk_l2_norm=config.qk_l2_norm,
         vp_stage=context.vp_stage,
         pp_rank=context.at.pp,
     )

@@ -12,7 +12,7 @@ from liver_hpc.errors import ConfigError, PlanError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.recipes.gpt_config import GPTConfig
 from tests.integration.random_tokens import RandomTokenGPT, tiny_config
-from tests.integration.toys import derived
+from tests.integration.toys import build_world, derived
 
 
 def recipe_with(**model: Any) -> RandomTokenGPT:
@@ -70,6 +70,23 @@ def test_transformer_engine_is_taken_where_it_is_installed(
 def test_transformer_engine_that_is_missing_is_refused_in_words(device: Any) -> None:
     with pytest.raises(ConfigError, match=r"implementation: te wants Transformer Engine, .* local"):
         derived(recipe_with(implementation="te"), "dp1")
+
+
+def test_local_layers_norm_queries_and_keys_as_the_configuration_says(device: Any) -> None:
+    """Megatron's layers are told beside it, and would silently do without."""
+    from megatron.core.transformer.torch_norm import L2Norm
+
+    class Normed(RandomTokenGPT):
+        def _transformer_config(self, layout: Layout) -> Any:
+            config = super()._transformer_config(layout)
+            config.qk_l2_norm = True
+            return config
+
+    config = tiny_config()
+    world = build_world(Normed(GPTConfig.model_validate(config.model), config), device)
+    kinds = [type(part) for chunk in world.chunks for part in chunk.modules()]
+    world.close()
+    assert kinds.count(L2Norm) == 2 * config.model["layers"]
 
 
 def test_norms_begin_at_one_whatever_made_them(device: Any) -> None:
