@@ -10,9 +10,16 @@ from megatron.core import num_microbatches_calculator
 from liver_hpc.recipes.megatron_lm.owned import steps_of
 from liver_hpc.world.module_globals import Instead
 
-_OFF = ("exit_signal_handler_for_training", "test_mode")
-"""Switches without effect in an elastic run, which would have one in its workers: a handler of
-signals, which only a main thread may install; and collectives in each forward."""
+_OFF = {
+    "exit_signal_handler_for_training": False,
+    "test_mode": False,
+    "config_logger_dir": "",
+    "record_memory_history": False,
+}
+"""Options without effect in an elastic run, which would have one in its workers: a handler of
+signals, which only a main thread may install; collectives in each forward; files of whatever is
+built, in which Megatron cannot write a model's groups; and a record of the device's memory, begun
+wherever a model is built."""
 _EVAL_BATCH = "eval_global_batch_size"
 _RAMP = "RampupBatchsizeNumMicroBatchesCalculator"
 
@@ -42,9 +49,9 @@ def take_over(arguments: Any) -> dict[str, Any]:
         validated = plain(args, noted, **options)
         if is_training_s:
             setattr(args, _EVAL_BATCH, args.global_batch_size)
-        for name in _OFF:
+        for name, off in _OFF.items():
             if hasattr(validated, name):
-                setattr(validated, name, False)
+                setattr(validated, name, off)
         return validated
 
     arguments.validate_args = validate_args

@@ -69,6 +69,14 @@ def test_experts_by_groups_are_read_where_there_is_no_device(megatrons: Any) -> 
     assert validation.refused(args) == []
 
 
+def test_what_has_no_effect_is_not_left_to_workers(megatrons: Any) -> None:
+    """Of a directory for configurations Megatron makes files as it builds a model, or fails."""
+    validation.take_over(megatrons)
+    idle = {"config_logger_dir": "configurations", "record_memory_history": True, "test_mode": True}
+    args = megatrons.validate_args(arguments(**idle))
+    assert [getattr(args, name) for name in idle] == ["", False, False]
+
+
 def test_a_model_that_the_script_has_wrapped_is_refused() -> None:
     (told,) = validation.refused(arguments(modelopt_enabled=True))
     assert "modelopt_enabled" in told
