@@ -46,6 +46,14 @@ _OPTIONS = {
     "use_mup": "all parameters have one learning rate",
     "finalize_model_grads_func": "gradients are finished by Megatron's own function",
 }
+_SHAPES = "what stages send has the shape that `hidden_shape` says, and no other"
+_OPTIONS_OF_PIPELINES = {
+    "variable_seq_lengths": _SHAPES,
+    "mtp_standalone": _SHAPES,
+    "num_microbatches_with_partial_activation_checkpoints": "a loss is not told which "
+    "micro-batches compute layers again",
+    "use_ring_exchange_p2p": "it wants a torch that has ring_exchange",
+}
 _WIDEST_BYTES = 8
 _MOST_NAMED = 8
 
@@ -69,7 +77,8 @@ def refuse_options(module: torch.nn.Module, layout: Layout) -> None:
     """Raises PlanError for options and layers of a seat's model, as a recipe built it, with which
     training would not be the same in another layout."""
     problems = [*_sizes_wrong(module.config, layout), *_layout_dependent(module.config, layout)]
-    problems += [*_predictions(module, layout), *_unsupported(module), *_running_statistics(module)]
+    problems += [*_predictions(module, layout), *_unsupported(module, layout)]
+    problems += _running_statistics(module)
     if problems:
         raise PlanError("; ".join(problems))
 
@@ -219,9 +228,12 @@ def _has_auxiliary_losses(config: Any) -> bool:
     return balanced or bool(config.moe_z_loss_coeff)
 
 
-def _unsupported(module: Any) -> Iterator[str]:
+def _unsupported(module: Any, layout: Layout) -> Iterator[str]:
     """What Megatron would not say before a step, and then in words of its own."""
     config = module.config
+    for option, why in _OPTIONS_OF_PIPELINES.items() if layout.pp > 1 else ():
+        if (given := getattr(config, option, None)) is not None and given is not False:
+            yield f"{option} with pp: {why}"
     if getattr(config, "overlap_p2p_comm", False):
         yield (
             "overlap_p2p_comm: such messages of a pipeline go over the default group, which does "

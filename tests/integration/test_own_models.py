@@ -173,6 +173,32 @@ def test_a_model_that_shares_the_sequence_otherwise_than_the_layout_is_refused(
     assert not derived(Toy(parts), layout).refused
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("variable_seq_lengths", True),
+        ("mtp_standalone", True),
+        ("num_microbatches_with_partial_activation_checkpoints", 0),
+        ("use_ring_exchange_p2p", True),
+    ],
+)
+def test_options_that_a_pipeline_alone_would_fail_with_are_refused_before_one_is_built(
+    option: str, value: Any, device: Any
+) -> None:
+    """Else each handoff to one fails, in words of Megatron's or torch's."""
+
+    class Changed(Toy):
+        def build(self, context: BuildContext) -> Any:
+            model = super().build(context)
+            setattr(model.config, option, value)
+            return model
+
+    toy = Changed(lambda _: {"body": linear().requires_grad_(False)})
+    refused = derived(toy, "pp2", "dp2").refused
+    assert [*refused] == ["tp1 pp2 dp1"]
+    assert refused["tp1 pp2 dp1"].startswith(f"{option} with pp: ")
+
+
 def test_latent_attention_with_tp_wants_sequence_parallelism(device: Any) -> None:
     """Megatron: silently wrong gradients of what every tp rank projects down."""
     latent = Toy(lambda _: {"body": linear().requires_grad_(False)}, multi_latent_attention=True)
