@@ -40,8 +40,13 @@ _OPTIONS = {
     "moe_router_force_biased": _NOISE,
     "moe_expert_rank_capacity_factor": "which tokens are dropped depends on what lies on one rank "
     "together, and so on the layout",
+    "grad_scale_func": f"it would scale the loss alone, as {_WEIGHED}",
     "moe_grad_scale_func": _WEIGHED,
     "mtp_grad_scale_func": _WEIGHED,
+    "overlap_moe_expert_parallel_comm": "its schedule asks a model for its parts, which a loss "
+    "does not give",
+    "fine_grained_activation_offloading": "what it offloads is noted once a process, in the first "
+    "step, which is a rehearsal's",
     "qk_clip": "the weights are changed after the optimizer's step",
     "use_mup": "all parameters have one learning rate",
     "finalize_model_grads_func": "gradients are finished by Megatron's own function",

@@ -141,6 +141,7 @@ def with_options(**changed: Any) -> type[RandomTokenGPT]:
             "its counts run on across steps",
         ),
         ({"moe_router_load_balancing_type": "sinkhorn"}, "balances the tokens of one rank"),
+        ({"overlap_moe_expert_parallel_comm": True}, "its schedule asks a model for its parts"),
         ({"moe_expert_capacity_factor": 1.0}, "which tokens are dropped depends on"),
         ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size is 2: it must be tp, 1"),
     ],

@@ -131,6 +131,11 @@ def test_statistics_of_batches_are_refused_by_name_as_the_spec_is_derived(
         ({**MOE, "moe_input_jitter_eps": 0.1}, r"moe_input_jitter_eps: its noise"),
         ({"qk_clip": True}, r"qk_clip: the weights are changed"),
         ({"finalize_model_grads_func": print}, r"finalize_model_grads_func: gradients are"),
+        ({"grad_scale_func": abs}, r"grad_scale_func: it would scale the loss alone"),
+        (
+            {"fine_grained_activation_offloading": True, "offload_modules": ["attn_norm"]},
+            r"fine_grained_activation_offloading: what it offloads",
+        ),
         ({**MOE, "moe_router_topk_limited_devices": 1}, r"moe_router_topk_limited_devices: its gr"),
     ],
     ids=lambda value: str(list(value)[-1]) if isinstance(value, dict) else "",
