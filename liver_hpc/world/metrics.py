@@ -24,10 +24,10 @@ Sums = Mapping[str, tuple[float, float]]
 OF_LOSS = ("loss", "tokens")
 
 
-def of_forward(recipe: Recipe, given: Any) -> tuple[Any, LossFunction]:
+def of_forward(recipe: Recipe, given: Any) -> tuple[torch.Tensor, LossFunction]:
     """What `Recipe.loss` gave: output and loss function. Raises PlanError for anything else."""
     match given:
-        case (output, function):
+        case (torch.Tensor() as output, function):
             return output, function
     raise _wrong(recipe, "loss", given)
 
@@ -44,8 +44,8 @@ def of_micro_batch(recipe: Recipe, given: Any) -> tuple[torch.Tensor, Reported]:
 
 def _wrong(recipe: Recipe, who: str, given: Any) -> PlanError:
     return PlanError(
-        f"recipe {type(recipe).__name__}: {who} gave {_kind(given)}, wanted of loss (output, "
-        'function of the output), and of that function (mean loss, {"loss": detached mean loss})'
+        f"recipe {type(recipe).__name__}: {who} gave {_kind(given)}, wanted of loss (output "
+        'tensor, function of it), and of that function (mean loss, {"loss": detached mean loss})'
     )
 
 

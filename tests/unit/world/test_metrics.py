@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -55,8 +56,14 @@ ONE, TWO = torch.tensor(1.0), torch.ones(2)
 def test_what_loss_gives_wrongly_is_refused_with_what_is_wanted() -> None:
     """As in a plain loop of torch's, or in Megatron's scripts."""
     recipe = object.__new__(TinyRecipe)
-    wanted = r", wanted of loss \(output, .*, and of that function \(mean loss, \{.loss.: "
-    for given, said in ((ONE, "a tensor of shape []"), (None, "NoneType"), ((ONE,), "(a tensor")):
+    wanted = r", wanted of loss \(output tensor, .*, and of that function \(mean loss, \{.loss.: "
+    forwards: list[tuple[Any, str]] = [
+        (ONE, "a tensor of shape []"),
+        (None, "NoneType"),
+        ((ONE,), "(a tensor"),
+        (((ONE, TWO), abs), "((a tensor of shape [], a tensor of shape [2]), builtin"),
+    ]
+    for given, said in forwards:
         with pytest.raises(PlanError, match=rf"TinyRecipe: loss gave {re.escape(said)}.*{wanted}"):
             of_forward(recipe, given)
     wrong = [
