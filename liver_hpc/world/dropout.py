@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -247,20 +247,33 @@ def seed_at_layers(module: Any, seed: int, tp_rank: int, sequence_parallel: bool
 
 def _seed(run: int, layer: int, tp_rank: int, shares: bool, module: Any, _inputs: Any) -> None:
     """Seeds by the micro-batch that this thread computes. Raises PlanError in a rehearsal where a
-    forward comes here twice: it would drop the same elements."""
+    forward comes here twice, or to two of one number: it would drop the same elements."""
     micro_batch, entered = thread.here.micro_batch, thread.here.entered
-    if thread.here.rehearsing and entered is not None and module.training:
-        if module in entered and layer != _BEFORE:
-            raise PlanError(
-                f"{type(module).__name__} (layer {layer}) goes forward twice in a micro-batch, and "
-                "would drop the same elements both times, as masks are seeded by sample and layer: "
-                "compute both at once, one behind the other in the batch, or drop nothing"
-            )
-        entered.add(module)
+    if thread.here.rehearsing and entered is not None and module.training and layer != _BEFORE:
+        _refuse_same_masks(layer, module, entered)
+        entered[module] = layer
     if module.training and micro_batch is not None:
         seed = run + _SAMPLES * (micro_batch.first_sample + 1)
         number = (seed * _LAYERS + layer) * _APART
         megatron.seed_dropout(number % 2**31, tp_rank, shares)
+
+
+def _refuse_same_masks(layer: int, module: Any, entered: Mapping[Any, int]) -> None:
+    """entered: what has gone forward in the micro-batch, and by which number."""
+    if module in entered:
+        raise PlanError(
+            f"{type(module).__name__} (layer {layer}) goes forward twice in a micro-batch, and "
+            "would drop the same elements both times, as masks are seeded by sample and layer: "
+            "compute both at once, one behind the other in the batch, or drop nothing"
+        )
+    for other, number in entered.items():
+        if number == layer and any(_dropping(other)) and any(_dropping(module)):
+            raise PlanError(
+                f"a {type(other).__name__} and a {type(module).__name__} that drop both have "
+                f"layer_number {layer}, and would drop the same elements, as masks are seeded by "
+                "sample and layer: count layers over the whole model, or drop nothing in one of "
+                "both"
+            )
 
 
 def seed_before(chunks: Iterable[Any], seed: int, tp_rank: int) -> Callable[[Any], None] | None:

@@ -34,15 +34,15 @@ class MicroBatch:
 
 class Thread(threading.local):
     """What this thread does: it may rehearse a world, whose model or loss may have seeded the
-    streams, and whose forward has entered these layers; megatron may mean the groups of one, and it
-    may act alone, with torch.distributed not initialized."""
+    streams, and whose forward has entered these layers, by number; megatron may mean the groups of
+    one, and it may act alone, with torch.distributed not initialized."""
 
     rehearsing = False
     seeded = False
     alone = False
     groups: Any = None
     micro_batch: MicroBatch | None = None
-    entered: set[Any] | None = None
+    entered: dict[Any, int] | None = None
 
 
 here = Thread()

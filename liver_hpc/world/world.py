@@ -389,7 +389,7 @@ class World:
         begun = self.forward_times.begin(model)
         if self._seed_before is not None:
             self._seed_before(model)
-        thread.here.entered = set()
+        thread.here.entered = {}
         given = self.recipe.loss(model, samples)
         thread.here.entered = None  # what is computed again enters them again
         output, loss_function = metrics.of_forward(self.recipe, given)

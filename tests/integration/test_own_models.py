@@ -936,6 +936,35 @@ def test_a_model_that_would_drop_the_same_elements_twice_is_refused(device: Any)
     world.close()
 
 
+class Numbered(torch.nn.Dropout):
+    """A layer before the decoder's, in a stack whose numbers begin at 1 as those do."""
+
+    layer_number = 1
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.2])
+def test_layers_of_one_number_that_would_drop_the_same_elements_are_refused(
+    rate: float, device: Any
+) -> None:
+    """As those of an encoder and a decoder."""
+
+    class TwoStacks(RandomTokenGPT):
+        def build(self, context: BuildContext) -> Any:
+            model, before = super().build(context), Numbered(rate)
+            model.before = torch.nn.ModuleList([before])
+            model.embedding.register_forward_hook(lambda _module, _inputs, states: before(states))
+            return model
+
+    config = tiny_config(dropout=0.2)
+    recipe = TwoStacks(GPTConfig.model_validate(config.model), config)
+    recipe.open(Path())
+    world = build_world(recipe, device)
+    why = r"a Numbered and a TransformerLayer that drop both have layer_number 1, and would drop"
+    with pytest.raises(PlanError, match=why) if rate else nullcontext():
+        world.warm_up()
+    world.close()
+
+
 class Plainly(RandomTokenGPT):
     """Gives the loss itself, as in a plain loop; or its loss function does."""
 
