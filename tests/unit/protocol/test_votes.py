@@ -286,3 +286,17 @@ def test_kinds_that_crossed_together_are_compared_with_the_same_told_one_by_one(
     assert [*mismatches(votes, planned)] == [
         f"main from worker 0 to 1: {11:016x} left, {99:016x} arrived"
     ]
+
+
+def test_what_was_to_cross_and_of_which_neither_end_tells_is_found() -> None:
+    """As where both ends have left the same move out."""
+    votes = {worker: _vote(worker, [], []) for worker in (0, 1, 2)}
+    assert [*mismatches(votes, {0: (), 1: (), 2: ()})] == [], "nothing was to cross"
+    digests = {"kinds": ("main",), "values": f"{7:016x}"}
+    votes[0] = votes[0].model_copy(update={"sent": (PairDigests(peers=(1,), **digests),)})
+    votes[1] = votes[1].model_copy(update={"received": (PairDigests(peers=(0,), **digests),)})
+    assert [*mismatches(votes, {0: (1,), 1: (), 2: ()})] == []
+    assert [*mismatches(votes, {0: (1, 2), 1: (), 2: (1,)})] == [
+        "nobody told what crossed from worker 0 to 2",
+        "nobody told what crossed from worker 2 to 1",
+    ]
