@@ -136,6 +136,18 @@ def test_memory_that_is_there_keeps_its_values(world: Any) -> None:
     assert world.optimizer[0][EXP_AVG_SQ].all()
 
 
+def test_gradients_are_clear_only_where_none_has_kept_its_values(world: Any) -> None:
+    """As where memory that was kept from another world had the size of one buffer alone."""
+    dense, experts = world.buffers
+    for lacking, clear in (([dense], False), ([experts], False), ([dense, experts], True)):
+        for buffer in lacking:
+            buffer.grad_data.untyped_storage().resize_(0)
+        hollow.allocate(world, (GRADIENT,))
+        assert world.gradients_are_clear is clear
+        dense.grad_data.fill_(1.0)
+        experts.grad_data.fill_(1.0)
+
+
 def test_worlds_that_are_let_go_leave_their_memory_to_the_next_one(world: Any) -> None:
     """But what lies in none of a kind's tensors, as the model's buffers."""
     held = [buffer.param_data for buffer in world.buffers]
