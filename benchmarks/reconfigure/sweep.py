@@ -7,12 +7,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from benchmarks.baseline.methods import Method
 from benchmarks.harness import order_of, software_digest
 from benchmarks.models import layout_table
+from liver_hpc.cli.check import check_run
+from liver_hpc.config.load import parse_values, read_text
+from liver_hpc.config.problems import key_text, validated
 from liver_hpc.config.schema import (
     LayoutSection,
     NonNegativeInt,
@@ -21,7 +23,8 @@ from liver_hpc.config.schema import (
     Seconds,
     Section,
 )
-from liver_hpc.errors import ConfigError
+from liver_hpc.errors import ConfigError, problems_of
+from liver_hpc.recipes.base import load_recipe
 
 LIVE = "live"
 
@@ -152,12 +155,7 @@ class Sweep(Section):
         }
         for other in (self.run, self.variant(variant).run):
             values = overlaid(values, other)
-        try:
-            return RunConfig.model_validate(values)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise ConfigError(f"run of {size}: {where}: {first['msg']}") from error
+        return validated(RunConfig, values, lambda path: f"run of {size}: {key_text(path)}")
 
     def fingerprint(self) -> str:
         """Of all that a measured cell depends on, the code and a task's `slurm` section too; not of
@@ -211,20 +209,26 @@ def cells(sweep: Sweep) -> Iterator[Cell]:
 
 
 def load_sweep(path: Path, quick: bool = False, cores: str | None = None) -> Sweep:
-    """Reads a sweep file; `quick` makes it as small as it can be, `cores` goes before its own.
-    Raises ConfigError."""
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        sweep = Sweep.model_validate(values if cores is None else {**values, "cores": cores})
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: {error}") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{path}: {where}: {first['msg']}") from error
-    return _quick(sweep) if quick else sweep
+    """Reads a sweep file, in the YAML of run files; `quick` makes it as small as it can be, `cores`
+    goes before its own. Raises ConfigError, also where a run of it would be refused."""
+    values = parse_values(read_text(path), str(path))
+    with problems_of(path):
+        sweep = validated(Sweep, values if cores is None else {**values, "cores": cores}, key_text)
+        sweep = _quick(sweep) if quick else sweep
+        if problems := dict.fromkeys(_problems(sweep)):
+            raise ConfigError(*problems)
+    return sweep
+
+
+def _problems(sweep: Sweep) -> Iterator[str]:
+    """Of all runs, as far as that is seen without their models: cells before them take hours."""
+    for size in sweep.models:
+        for variant in sweep.variants or [ALONE]:
+            config = sweep.run_config(size, variant.name)
+            try:
+                check_run(config, load_recipe(config))
+            except ConfigError as error:
+                yield from (f"run of {size}: {each}" for each in error.args)
 
 
 def _quick(sweep: Sweep) -> Sweep:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -248,6 +249,36 @@ def test_a_replacement_that_also_moves_is_refused(sweep: Sweep, tmp_path: Path) 
     path.write_text(text)
     with pytest.raises(ConfigError, match="'replace' replaces a worker"):
         load_sweep(path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "into", "said"),
+    [
+        ("repeats: 5", "repeats: 5\nrepeats: 1", "sweep.yaml:8: key 'repeats' is given twice"),
+        ("event_s: 300", "event_s: 5:00", "event_s: wanted a number of seconds, got '5:00'"),
+        ("repeats: 5", "repeats: 010", "repeats: wanted a whole number, got '010'"),
+        ("repeats: 5", "reapeats: 5", "unknown key; did you mean 'repeats'?"),
+        ("steps: 100000", "stpes: 100000", "run of 25m: train.steps: this key is required"),
+        ("heads: 16", "heads: 15", "run of 100m: model: hidden 1024 is not a multiple of heads 15"),
+        ("to: {tp: 2}}", "to: {dp: 8}}", "run of 100m: layouts.8.0 (tp1 pp1 dp8): 4 micro-batches"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_file_before_anything_is_measured(
+    changed: str, into: str, said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "sweep.yaml"
+    path.write_text((CONFIGS / "local.yaml").read_text().replace(changed, into))
+    with pytest.raises(ConfigError, match=re.escape(said)) as raised:
+        load_sweep(path)
+    assert all(str(each).startswith(f"{path}:") for each in raised.value.args)
+
+
+@pytest.mark.parametrize("data", [b"", b"- live", b"\xff", b"name: 2024-13-45", b"[" * 3000])
+def test_what_is_no_sweep_is_an_error_that_names_the_file(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "sweep.yaml"
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=re.escape(str(path))):
+        load_sweep(path, cores="apart")
 
 
 def test_a_node_that_has_not_a_gpu_for_each_worker_is_refused(sweep: Sweep) -> None:
