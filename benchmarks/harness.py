@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
 import psutil
@@ -27,7 +28,7 @@ from rich.table import Table
 
 import liver_hpc
 from benchmarks.reaper import nothing_outlives
-from liver_hpc.errors import LiverError
+from liver_hpc.errors import ConfigError, LiverError
 from liver_hpc.host.files import write_whole
 from liver_hpc.report.wording import strict
 from liver_hpc.run.records import RunRecords
@@ -187,6 +188,8 @@ def reported(measure: Callable[[], BenchmarkResult], given: argparse.Namespace) 
     # As where it is installed: of two sides the one that starts more processes would pay more.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     try:
+        if given.json is not None:
+            _check_writable(given.json)
         with nothing_outlives():
             result = measure()
         if given.quick:
@@ -196,6 +199,18 @@ def reported(measure: Callable[[], BenchmarkResult], given: argparse.Namespace) 
         Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False)
         return 1
     return 0
+
+
+def _check_writable(path: Path) -> None:
+    """Raises ConfigError where a result could not be written: what it is made of takes hours."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--json {path} cannot be written: {error.strerror}") from error
+    if path.is_dir():
+        raise ConfigError(f"--json {path} is a directory; name the file that is to be written")
 
 
 def report(result: BenchmarkResult, json_path: Path | None, console: Console | None = None) -> None:

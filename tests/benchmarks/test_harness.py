@@ -137,3 +137,18 @@ def test_what_a_benchmark_starts_finds_the_package_compiled(
 
     (result,) = seen
     assert result.figures == {"compiles_anew": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("", "is a directory"), ("file/r.json", "cannot be written: File exists")]
+)
+def test_a_result_that_could_not_be_written_is_refused_before_it_is_measured(
+    name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    given = argparse.Namespace(quick=False, json=tmp_path / name)
+
+    assert reported(lambda: pytest.fail("was measured"), given) == 1
+
+    told = " ".join(capsys.readouterr().err.split())
+    assert told.startswith(f"error: --json {tmp_path / name} {said}")
