@@ -23,6 +23,8 @@ from benchmarks.recovery.trials import (
     Trial,
     Trials,
 )
+from liver_hpc.cli.options import positive
+from liver_hpc.errors import ConfigError
 
 SILENT_SIZE = 0
 """The smallest model: how long silence lasts does not depend on it."""
@@ -65,7 +67,7 @@ METHOD = {
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser("recovery", "what the loss of a worker or a node costs")
     options.add_argument("--sizes", nargs="+", metavar="SIZE", help="25m, 100m; both unless said")
-    options.add_argument("--repeats", type=int, help="of every loss; 5 unless said")
+    options.add_argument("--repeats", type=positive, help="of every loss; 5 unless said")
     given = options.parse_args(arguments)
     repeats = given.repeats or (1 if given.quick else 5)
     return reported(lambda: run(given.sizes, repeats, given.quick), given)
@@ -77,6 +79,8 @@ def run(sizes: Sequence[str] | None, repeats: int, quick: bool) -> BenchmarkResu
         directory = Path(name)
         trials = Trials(directory)
         sizes = sizes or trials.sizes[: 1 if quick else None]
+        if unknown := [size for size in sizes if size not in trials.sizes]:
+            raise ConfigError(f"--sizes: wanted some of {trials.sizes}, got {unknown}")
         cases = QUICK_CASES if quick else CASES
         found = [
             one for size in sizes for case in cases for one in _lose(trials, size, case, repeats)

@@ -21,6 +21,7 @@ from benchmarks.models import text_data
 from benchmarks.processes import living
 from benchmarks.soak.recipe import PAUSE
 from benchmarks.soak.storm import HANG_S, Held, Log, Storm
+from liver_hpc.cli.options import positive
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.report.derive import run_figures
 from liver_hpc.report.store import read_run
@@ -118,7 +119,7 @@ STORMY: Mapping[str, Any] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser("soak", "what becomes of a run that is struck again and again")
-    options.add_argument("--events", type=int, help=f"how many; {EVENTS} unless said")
+    options.add_argument("--events", type=positive, help=f"how many; {EVENTS} unless said")
     options.add_argument("--seed", type=int, default=SEED, help=f"of what is drawn; {SEED}")
     given = options.parse_args(arguments)
     events = given.events or (QUICK_EVENTS if given.quick else EVENTS)

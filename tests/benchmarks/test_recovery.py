@@ -11,7 +11,7 @@ import pytest
 from benchmarks.harness import loss_difference
 from benchmarks.peers.events import KILL, Change, Step
 from benchmarks.recovery import torchft
-from benchmarks.recovery.__main__ import result
+from benchmarks.recovery.__main__ import main, result
 from benchmarks.recovery.bills import Bill, bill, median_step_s
 from benchmarks.recovery.copies import WITH, WITHOUT, Block, told_intervals
 from benchmarks.recovery.trials import (
@@ -163,6 +163,23 @@ def test_the_interval_is_what_a_worker_has_said_last(tmp_path: Path) -> None:
         text = "INFO snapshots every 4 steps: one takes 0.07\nINFO snapshots every 3 steps: one"
         (tmp_path / "logs" / f"worker-{worker}.log").write_text(text, encoding="utf-8")
     assert told_intervals(tmp_path) == [4, 3]
+
+
+def test_a_size_that_there_is_not_is_refused_before_another_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trials, "lose", lambda *_, **__: pytest.fail("was measured"))
+    assert main(["--sizes", "25m", "1b"]) == 1
+    assert "--sizes: wanted some of ['25m', '100m'], got ['1b']" in capsys.readouterr().err
+
+
+def test_no_repeats_are_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trials, "lose", lambda *_, **__: pytest.fail("was measured"))
+    with pytest.raises(SystemExit):
+        main(["--repeats", "0"])
+    assert "wanted a whole number of at least 1, got '0'" in capsys.readouterr().err
 
 
 def test_runs_are_of_the_models_of_the_sweep(tmp_path: Path) -> None:

@@ -50,6 +50,16 @@ def test_what_a_book_says_is_heard_once_by_each_reader(tmp_path: Path) -> None:
     assert says.given_back() == []
 
 
+@pytest.mark.parametrize("events", ["0", "-1"])
+def test_fewer_than_one_event_are_refused(
+    events: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.soak.__main__.run", lambda *_: pytest.fail("was measured"))
+    with pytest.raises(SystemExit):
+        main([f"--events={events}"])
+    assert f"wanted a whole number of at least 1, got '{events}'" in capsys.readouterr().err
+
+
 @pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_few_events_of_a_real_run(tmp_path: Path) -> None:
