@@ -252,10 +252,12 @@ def _check_network(network: NetworkSection) -> Iterator[str]:
 def _check_machine(config: RunConfig) -> Iterator[str]:
     if config.cluster.slurm.container is not None:
         yield "cluster.slurm.container: a run on this machine starts no container; it wants Slurm"
-    most, limit, cores = config.workers.max, local_workers_limit(), os.cpu_count() or 1
-    if most > limit:
+    workers, limit, cores = config.workers, local_workers_limit(), os.cpu_count() or 1
+    if workers.max + workers.standby > limit:
+        beside = f" and workers.standby {workers.standby}" if workers.standby else ""
         yield (
-            f"workers.max is {most}, but a local run on this machine may have {limit} workers "
+            f"workers.max is {workers.max}{beside}, but a local run on this machine may have "
+            f"{limit} workers "
             f"(the larger of {_LOCAL_WORKERS} and {_LOCAL_WORKERS_PER_CORE} x {cores} cores)"
         )
     try:

@@ -264,6 +264,11 @@ def test_local_run_with_more_workers_than_the_machine_carries(
     ]
     elsewhere = {"kind": "slurm", "slurm": {"components": [{"name": "main", "nodes": 13}]}}
     check_run(minimal(layouts=layouts, workers=workers, cluster=elsewhere), FourHeads())
+    workers = {"initial": 2, "max": 4, "standby": 9}
+    (said,) = problems(minimal(layouts=layouts, workers=workers, cluster={"kind": "local"}))
+    assert said.startswith("workers.max is 4 and workers.standby 9, but a local run on this")
+    workers["standby"] = 8
+    check_run(minimal(layouts=layouts, workers=workers, cluster={"kind": "local"}), FourHeads())
 
 
 def test_a_small_machine_carries_eight(monkeypatch: pytest.MonkeyPatch) -> None:
