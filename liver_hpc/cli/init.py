@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from liver_hpc.cli.check import local_workers_limit
 from liver_hpc.cli.options import RUN_FILE, positive
-from liver_hpc.config.load import schema_text
+from liver_hpc.config.load import dump_value, schema_text
 from liver_hpc.config.schema import DataSection
 from liver_hpc.errors import ConfigError
 from liver_hpc.host.files import write_whole
@@ -225,11 +223,12 @@ def run_file(options: argparse.Namespace) -> str:
 def _gpt(options: argparse.Namespace) -> list[str]:
     rows, what = 512, "bytes of text need 257"
     if _is_pair(options.data):
-        data, rows, what = f"  prefix: {_yaml(options.data)}", _OWN_DATA_ROWS, "your tokenizer's"
+        data, rows = f"  prefix: {dump_value(options.data)}", _OWN_DATA_ROWS
+        what = "your tokenizer's"
     elif options.data == STDLIB:
         data = f"  text: {STDLIB} # or [my/*.txt], or `prefix:` of a pair of .bin and .idx"
     else:
-        data = f"  text: [{_yaml(options.data)}]"
+        data = f"  text: {dump_value([options.data])}"
     return [
         "model: # a GPT; sizes in elements",
         "  layers: 4",
@@ -261,8 +260,8 @@ def _script(options: argparse.Namespace) -> list[str]:
     return [
         "recipe: liver_hpc.recipes.megatron_lm:Pretrain",
         "model: # steps, batch and learning rate are the script's own arguments",
-        f"  script: {_yaml(options.script)}",
-        f"  args: {{file: {_yaml(options.args)}}}",
+        f"  script: {dump_value(options.script)}",
+        f"  args: {dump_value({'file': options.args})}",
     ]
 
 
@@ -294,7 +293,7 @@ def _slurm(options: argparse.Namespace) -> list[str]:
     each = options.gpus_per_node or 1
     nodes = -(-options.workers // each)
     more = -(-options.max_workers // each) - nodes
-    partition = "null" if options.partition is None else _yaml(options.partition)
+    partition = "null" if options.partition is None else dump_value(options.partition)
     per_node = [f"workers_per_node: {each}"]
     per_node += [f"gpus_per_node: {each}"] if options.gpus_per_node else []
     cpus = _CPUS_PER_GPU * each if options.gpus_per_node else each
@@ -320,7 +319,7 @@ def _slurm(options: argparse.Namespace) -> list[str]:
     if more > 0 and options.burst_partition is not None:
         lines += [
             "    burst: # preemptible nodes, asked for and given back while the run goes on",
-            f"      partition: {_yaml(options.burst_partition)}",
+            f"      partition: {dump_value(options.burst_partition)}",
             f"      max_nodes: {more}",
             *node_lines("      "),
         ]
@@ -338,12 +337,5 @@ def _slurm(options: argparse.Namespace) -> list[str]:
 def _name(file: Path) -> str:
     """A run's name of that of the file; of its directory's, where the file has the usual one."""
     names = [file.stem] if file.name != RUN_FILE else [file.absolute().parent.name, file.stem]
-    return next(
-        (_yaml(name) for name in names if re.fullmatch(r"[A-Za-z0-9][\w.-]*", name, re.A)), "run"
-    )
-
-
-def _yaml(text: str) -> str:
-    """A text as YAML has it, quoted where it must be."""
-    dumped: str = yaml.safe_dump(text, width=10**6)
-    return dumped.removesuffix("...\n").strip()
+    fit = (name for name in names if re.fullmatch(r"[A-Za-z0-9][\w.-]*", name, re.A))
+    return dump_value(next(fit, "run"))

@@ -98,6 +98,12 @@ def dump_run(config: RunConfig) -> str:
     return str(yaml.dump(config.model_dump(), Dumper=_Dumper, sort_keys=False))
 
 
+def dump_value(value: Any) -> str:
+    """A value as it stands in one line of a run file, texts quoted where they must be."""
+    dumped: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**6)
+    return dumped.removesuffix("...\n").strip()
+
+
 def schema_text() -> str:
     """The JSON schema of run files, for editors; `make docs` writes it."""
     return Path(__file__).with_name("run-file.schema.json").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ import yaml
 
 from liver_hpc.cli import init as init_module
 from liver_hpc.cli.options import new_parser
-from liver_hpc.config.load import schema_text
+from liver_hpc.config.load import load_run, schema_text
 from liver_hpc.errors import ConfigError
 from tests.unit.cli.test_main import Captured, liver
 
@@ -140,6 +140,25 @@ def test_a_run_is_named_after_its_file_or_its_directory(tmp_path: Path) -> None:
     assert liver("init", "mine.yaml", "--defaults") == 0
     names = [yaml.safe_load(Path(file).read_text())["name"] for file in ("run.yaml", "mine.yaml")]
     assert names == [tmp_path.name, "mine"]
+
+
+@pytest.mark.parametrize("name", ["3e-4", "1.e5", "on", "0123"])
+def test_what_looks_like_another_value_is_written_as_a_text(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name / "run.yaml"
+    path.parent.mkdir()
+    assert liver("init", str(path), "--defaults", "--partition", name) == 0
+    config = load_run(path)
+    assert (config.name, config.cluster.slurm.components[0].partition) == (name, name)
+
+
+@pytest.mark.parametrize("pattern", ["text/[0-9]*.txt", "text/1,2.txt"])
+def test_a_pattern_is_one_text_whatever_is_in_it(pattern: str) -> None:
+    Path("text").mkdir()
+    Path("text/1,2.txt").write_text("words")
+    assert liver("init", "--defaults", "--data", pattern) == 0
+    data = load_run(Path("run.yaml")).data
+    assert data is not None
+    assert data.text == [pattern]
 
 
 def test_a_file_that_is_there_stays(capsys: Captured) -> None:
