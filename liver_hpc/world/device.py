@@ -75,6 +75,7 @@ _ALL_AT_ONCE = "EAGER"
 with a collective under way whose peer does the same, for ever. It takes 5 s and 1 GB of the device
 (docs/explanation/gpu.md)."""
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+_THREADS = "OMP_NUM_THREADS"
 _HOST_ID = "NCCL_HOSTID"
 """NCCL takes ranks for processes of one host where this is the same for them."""
 _INIT_LIMIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
@@ -337,7 +338,7 @@ def open_device(local_rank: int, wanted_gpus: int = 0) -> Device:
     A node with fewer GPUs than workers has several on one, as a workstation on which a run is tried
     out: NCCL then works between them as if between hosts, through sockets. wanted_gpus: those that
     the node was asked for with. Raises LiverError where one of them was to be this worker's and is
-    not seen, and where the GPU takes no further process.
+    not seen, where the GPU takes no further process, and for a number of threads that is none.
     """
     queues = os.environ.setdefault(_QUEUES, _MOST_QUEUES)  # before anything opens CUDA
     os.environ.setdefault(_LOADING, _ALL_AT_ONCE)
@@ -381,8 +382,11 @@ def open_device(local_rank: int, wanted_gpus: int = 0) -> Device:
             f"wanted a GPU, as the run file has gpus_per_node; torch {torch.__version__} {what}, "
             f"and sees none on {_listed_gpus()}"
         )
-    threads = os.environ.get("OMP_NUM_THREADS") or "1"  # empty, where it was to be another's value
-    torch.set_num_threads(int(threads.partition(",")[0]))  # "4,2": those of nested regions follow
+    given = os.environ.get(_THREADS) or "1"  # empty, where it was to be another's value
+    threads = given.partition(",")[0].strip()  # "4,2": those of nested regions follow
+    if not threads.isdecimal() or int(threads) == 0:
+        raise LiverError(f"{_THREADS} is {given!r}, wanted a number of threads of at least 1")
+    torch.set_num_threads(int(threads))
     from liver_hpc.world import cpu_shim
 
     cpu_shim.install()

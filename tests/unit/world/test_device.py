@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 import socket
 import stat
 import subprocess
@@ -103,6 +104,16 @@ def test_a_worker_on_a_cpu_has_the_threads_of_the_outermost_region(
         monkeypatch.setattr(module, "install", lambda: None)
     open_device(0)
     assert told == [wanted]
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "32(x2)", "all"])
+def test_what_is_no_number_of_threads_is_told_by_its_name(
+    given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(LiverError, match=f"OMP_NUM_THREADS is {re.escape(repr(given))}, wanted a"):
+        open_device(0)
 
 
 @pytest.mark.parametrize(("given", "told"), [("", "32"), ("1", "1"), ("32", "32")])
