@@ -37,6 +37,7 @@ import yaml
 from liver_hpc.cli.options import new_parser
 from liver_hpc.config.load import parse_run
 from liver_hpc.errors import ConfigError
+from liver_hpc.layout.batch import batch_fault
 from tests.unit.config.runs import MINIMAL
 
 ROOT = Path(__file__).parents[2]
@@ -176,6 +177,22 @@ def check_run_file(block: Block) -> None:
     if "train" not in values:
         values = {**MINIMAL, **values}
     parse_run(yaml.safe_dump(values), block.where)
+
+
+def test_the_layouts_on_slurm_of_a_megatron_lm_job_are_told_their_batch() -> None:
+    """That of the page's arguments is enough for one machine alone."""
+    page = ROOT / "docs" / "how-to" / "megatron-lm.md"
+    blocks = blocks_in(page.read_text(encoding="utf-8"), page)
+    (args,) = (block.text for block in blocks if block.named("file") == "args.txt")
+    (slurm,) = (b.text for b in blocks if b.language == "yaml" and "kind: slurm" in b.text)
+    found = re.search(r"--micro-batch-size (\d+)", args), re.search(r"-size (\d+) or more", slurm)
+    micro, batch = (int(one[1]) if one else 0 for one in found)
+    values = {**MINIMAL, **yaml.safe_load(slurm)}
+    for size, faults in ((batch, 0), (batch - micro, 1)):
+        values["train"] = {"steps": 1, "global_batch": size, "micro_batch": micro}
+        config = parse_run(yaml.safe_dump(values))
+        layouts = config.layouts_listed
+        assert sum(bool(batch_fault(config.train, layout)) for layout in layouts) == faults
 
 
 # ---- commands that are not run
