@@ -35,9 +35,13 @@ import pytest
 import yaml
 
 from liver_hpc.cli.options import new_parser
+from liver_hpc.cluster.slurm import burst_jobs, orphaned, run_job, script
 from liver_hpc.config.load import parse_run
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.batch import batch_fault
+from liver_hpc.rendezvous.mpi.network import place_file
+from liver_hpc.run import entries, epoch, outcome
+from liver_hpc.tracking import main as tracking
 from tests.unit.config.runs import MINIMAL
 
 ROOT = Path(__file__).parents[2]
@@ -272,6 +276,20 @@ def anchors(page: Path) -> set[str]:
     """Those of a page's headings."""
     headings = re.findall(r"^#+ (.+)$", prose_of(page.read_text(encoding="utf-8")), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(entries.JOURNAL_FILE, epoch.EPOCHS, tracking.DIRECTORY, place_file(ROOT).name),
+        *(outcome.COORDINATOR_FILE, outcome.OUTCOME_FILE, outcome.AGAIN_FILE, outcome.WORLD_FILE),
+        *(burst_jobs.RECORD_FILE, script.BURST_SCRIPT, run_job.JOB_FILE, orphaned.ENVIRONMENT_FILE),
+    ],
+)
+def test_what_a_run_directory_has_is_in_the_page(name: str) -> None:
+    page = (ROOT / "docs" / "how-to" / "report.md").read_text(encoding="utf-8")
+    _, _, table = page.partition("## What else lies in a run directory\n")
+    assert f"`{name}`" in table.replace("/`", "`")
 
 
 @each_page
