@@ -81,6 +81,8 @@ def needed_in_image(config: RunConfig, run_directory: Path) -> Iterator[Path]:
     if (data := config.data) is not None:
         prefixes = [data.prefix, *(source.prefix for source in data.blend or ())]
         directories += [prefix.parent for prefix in prefixes if prefix is not None]
+        if data.text is not None:  # of which a pair is made there
+            directories.append(data.directory)
     for directory in directories:
         if directory is not None:
             yield directory.expanduser().absolute()

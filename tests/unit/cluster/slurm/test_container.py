@@ -119,6 +119,8 @@ def test_what_the_run_files_keys_name_is_mounted_where_it_is_not_yet(tmp_path: P
     assert mounts([], **named) == [
         code, run, "/fast/checkpoints:/fast/checkpoints", "/fast/old:/fast/old", *further,
     ]  # fmt: skip
+    text = {"text": "python-stdlib", "directory": "/tokens"}
+    assert mounts([], data=text) == ["/tokens:/tokens", run]
     assert mounts(["/runs"]) == ["/runs:/runs"]
 
 
