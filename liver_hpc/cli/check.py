@@ -58,7 +58,7 @@ def check_run(config: RunConfig, recipe: Recipe, found: Sequence[str] = ()) -> N
         *_check_budgets(config),
         *_check_schedule(config),
         *_check_data(config.data, recipe),
-        *_check_checkpoints(config.checkpoint),
+        *_check_checkpoints(config.checkpoint, config.train.steps),
         *_check_network(config.network),
         *missing_packages(config.tracking),
     ]
@@ -74,13 +74,19 @@ def local_workers_limit() -> int:
     return max(_LOCAL_WORKERS, _LOCAL_WORKERS_PER_CORE * (os.cpu_count() or 1))
 
 
-def _check_checkpoints(section: CheckpointSection) -> Iterator[str]:
+def _check_checkpoints(section: CheckpointSection, steps: int) -> Iterator[str]:
     """What a new run begins with is there, and where it saves it would not go on with another's."""
     load, directory = section.load, section.directory
     same = section.goes_on_from_others
     try:
-        if load is not None and loaded_checkpoint(load) is None and not same:
+        found = None if load is None else loaded_checkpoint(load)
+        if load is not None and found is None and not same:
             yield f"checkpoint.load: {load} has no checkpoint: it lacks {TRACKER_FILE}"
+        if found is not None and found[0] >= steps and not same:
+            yield (
+                f"checkpoint.load: {load} is of step {found[0]}, and train.steps, which counts "
+                f"from step 0 on, is {steps}: nothing would be trained"
+            )
         if directory is not None and not same and (step := tracked_step(directory)) is not None:
             yield (
                 f"checkpoint.directory: {directory} holds checkpoints of another run, the newest "

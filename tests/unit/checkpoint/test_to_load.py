@@ -244,7 +244,7 @@ def test_weights_of_another_run_are_compared_with_what_it_says_of_them(
 
 
 def problems(**section: Any) -> list[str]:
-    return list(_check_checkpoints(CheckpointSection(**section)))
+    return list(_check_checkpoints(CheckpointSection(**section), 100))
 
 
 def test_submit_refuses_what_cannot_be_loaded_or_is_anothers(tmp_path: Path) -> None:
@@ -258,6 +258,17 @@ def test_submit_refuses_what_cannot_be_loaded_or_is_anothers(tmp_path: Path) -> 
     checkpoint(tmp_path, 60, "mp_rank_00")
     (legacy,) = problems(load=tmp_path)
     assert "legacy format (torch)" in legacy
+
+
+@pytest.mark.parametrize("step", [100, 420])
+def test_submit_refuses_what_has_all_steps_already(tmp_path: Path, step: int) -> None:
+    checkpoint(tmp_path, step, *FILES)
+    (over,) = problems(load=tmp_path)
+    assert over.endswith(
+        f"is of step {step}, and train.steps, which counts from step 0 on, is 100: "
+        "nothing would be trained"
+    )
+    assert problems(load=tmp_path, directory=tmp_path) == [], "of a job that is queued once more"
 
 
 def test_submit_refuses_weights_that_are_not_there_or_beside_a_checkpoint_to_go_on_from(

@@ -298,7 +298,7 @@ def test_a_new_run_begins_with_what_the_one_that_was_latest_has(
     monkeypatch.setattr(submission, "derive_spec", fails)
     before = create_run_directory(minimal())
     before.checkpoints_path.mkdir()
-    checkpoint(before.checkpoints_path, 50, "metadata.json", ".metadata", "common.pt")
+    checkpoint(before.checkpoints_path, 5, "metadata.json", ".metadata", "common.pt")
     point_latest(before)
     given = Path("runs/latest/checkpoints")
     config = minimal(cluster={"kind": "slurm", "slurm": SLURM}, checkpoint={key: given})
