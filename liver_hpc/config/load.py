@@ -246,8 +246,8 @@ def _parse(text: str, name: str) -> tuple[dict[Any, Any], dict[KeyPath, int]]:
         mark = error.problem_mark or error.context_mark
         where = name if mark is None else f"{name}:{mark.line + 1}"
         raise ConfigError(f"{where}: not valid YAML: {error.problem or error.context}") from None
-    except (yaml.YAMLError, ValueError) as error:
-        # ValueError: a scalar that looks like a date or number but is none, such as 2024-13-45.
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:
+        # A scalar that looks like a date or number but is none, as 2024-13-45, or is told to be.
         raise ConfigError(f"{name}: not valid YAML: {error}") from None
     except RecursionError:
         raise ConfigError(f"{name}: sections within sections, too many or without an end") from None

@@ -35,6 +35,7 @@ Seconds = Annotated[float, Field(gt=0, le=1e6)]  # a wait of 24.8 days is too lo
 Bytes = Annotated[int, Field(gt=0, strict=True)]
 
 
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f]")
 _EXPANDED = re.compile(r"\$[\w{(@*]")
 """What a shell puts something in the place of."""
 
@@ -54,8 +55,11 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _has_a_home(cls, value: Any) -> Any:
-        """`~name/...` is of a user that there is, and nothing else in a path is expanded."""
+        """`~name/...` is of a user that there is, and nothing else in a path is expanded. One with
+        a line end, as of a block of YAML, is no word of a command line."""
         if isinstance(value, Path):
+            if _CONTROLS.search(str(value)):
+                raise ValueError(f"wanted a path, got {str(value)!r}")
             as_written(str(value))
             try:
                 value.expanduser()
