@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,12 +10,13 @@ import pytest
 from liver_hpc.clock import SystemClock
 from liver_hpc.errors import DeadlineError
 from liver_hpc.handoff import session
-from liver_hpc.handoff.session import HandoffAborted, Session, Target
+from liver_hpc.handoff.session import HandoffAborted, Session, Target, WorldHalted
 from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol.messages import (
     Abort,
     Arm,
     Boundary,
+    Halt,
     Prepare,
     Resume,
     ScalarState,
@@ -140,6 +142,24 @@ def test_an_abort_ends_each_wait_that_comes_after_it_too() -> None:
     assert session.wait(Resume, 1.0, "all to go back") is resume
 
 
+def test_a_halt_ends_all_that_an_abort_ends_and_the_wait_to_resume_too() -> None:
+    session, store = session_of(1)
+    session.open_store()
+    session.deliver(Arm(generation=4))
+    session.deliver(Resume(generation=4))
+    session.deliver(Halt(generation=3, reason="worker 0 is lost"))
+    assert store.closed
+    session.deliver(Arm(generation=4))
+    assert not session.armed.is_set()
+    for wanted in (Boundary, Verdict, Resume):
+        with pytest.raises(WorldHalted, match="worker 0 is lost"):
+            session.wait(wanted, 1.0, "a word")
+    store.closed, wire = False, FakeStore()
+    session.open_store()
+    session.close_at_end(wire)  # type: ignore[arg-type]
+    assert (store.closed, wire.closed) == (True, True)
+
+
 def test_a_leaver_whose_state_is_still_read_is_not_done_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -153,3 +173,39 @@ def test_a_leaver_whose_state_is_still_read_is_not_done_with(
     reads.set()
     moving.join()
     assert leaver.drop()
+
+
+class FakeWorld:
+    def __init__(self) -> None:
+        self.let_go: list[str] = []
+
+    def close(self) -> None:
+        self.let_go.append("freed")
+
+    def abandon(self, *, written_to: bool) -> None:
+        self.let_go.append("kept until the device has ended" if written_to else "kept")
+
+
+@pytest.mark.parametrize(
+    ("moves", "computes", "let_go"),
+    [
+        (False, False, "freed"),
+        (True, False, "kept"),
+        (False, True, "kept until the device has ended"),
+    ],
+)
+def test_memory_that_may_still_be_written_to_is_not_freed(
+    monkeypatch: pytest.MonkeyPatch, moves: bool, computes: bool, let_go: str
+) -> None:
+    monkeypatch.setattr(session, "MOVING_ENDS_S", 0.05 if moves else 10.0)
+    ends = threading.Event()
+    moving = threading.Thread(target=ends.wait, daemon=True)
+    moving.start()
+    # It ends at its next message, once the transport is closed.
+    transport: Any = SimpleNamespace(close=lambda: None if moves else ends.set())
+    device: Any = SimpleNamespace(aborted_has_ended=lambda: not computes)
+    world: Any = FakeWorld()
+    target = Target(world, {}, transport, device, 0, {}, moving)
+    assert target.drop() == (let_go == "freed")
+    assert world.let_go == [let_go]
+    ends.set()
