@@ -737,6 +737,30 @@ def test_a_rehearsal_that_does_not_come_to_its_end_calls_the_handoff_off(
     run.check(TP.workers)
 
 
+def test_a_world_whose_preparation_fails_is_let_go(
+    run: LateRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built, plain = list[LateWorld](), LateWorld.__init__
+
+    def build(world: LateWorld, *given: Any, **named: Any) -> None:
+        plain(world, *given, **named)
+        built.append(world)
+
+    def fails(*_of: object) -> Any:
+        raise TransferError("no memory for messages")
+
+    monkeypatch.setattr(LateWorld, "__init__", build)
+    monkeypatch.setattr(prepare.Transport, "prepare", fails)
+    run.begin()
+    ended = run.hand_off(PP)
+    assert (ended.outcome, "no memory for messages" in ended.detail) == ("aborted", True)
+    run.check(TP.workers)
+    targets = [world for world in built if world.generation == 2]
+    assert targets
+    soon = Deadline.after(SystemClock(), ANSWER_S, "them to be closed")
+    poll_until(lambda: all(world._closed for world in targets), soon, 0.01)
+
+
 def test_a_seat_that_is_known_wants_no_room_for_a_rehearsal(
     run: LateRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
