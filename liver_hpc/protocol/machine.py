@@ -150,7 +150,7 @@ class HandoffMachine:
                 f"workers {first} and {event.worker} stand at different boundaries: "
                 f"{now.scalars[first]}, {event.scalars}"
             )
-        return self._source_stands() or self._tally()
+        return self._source_stands()  # its own Vote is still to come
 
     def _saved(self, event: StateSaved) -> list[Action]:
         """In bounded memory alone; it may come before the first AtBoundary."""
