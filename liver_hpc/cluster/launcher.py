@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import signal
 import socket
 import sys
 import threading
@@ -122,10 +123,17 @@ class LaunchedAgent(ABC):
 
 class LocalAgent(LaunchedAgent):
     """A child of this process, or one that was left by another: a thread waits for its end, and
-    sees to it. exit_s: how long it may take to end once it is told to."""
+    sees to it. exit_s: how long it may take to end once it is told to. polite: how it is told."""
 
-    def __init__(self, agent: str, command: Command, exit_s: float) -> None:
+    def __init__(
+        self,
+        agent: str,
+        command: Command,
+        exit_s: float,
+        polite: signal.Signals = signal.SIGTERM,
+    ) -> None:
         super().__init__(agent)
+        self._polite = polite
         self._command = command
         self._exit_s = exit_s
         self._killed = threading.Event()
@@ -166,7 +174,7 @@ class LocalAgent(LaunchedAgent):
             while child.exit_code() is None and not self._killed.wait(_LOOK_S):
                 pass
             try:
-                child.end(self._exit_s)
+                child.end(self._exit_s, self._polite)
             except DeadlineError as error:
                 _log.error("agent %s: %s", self.agent, error)
             code = child.wait()
@@ -280,24 +288,28 @@ def local_launcher(
     further_options: Sequence[str] = (),
     task: Sequence[str] = (),
     stay: bool = False,
+    in_job: bool = False,
 ) -> Launcher:
     """Runs agents on this machine, which take further launches if they are to `stay`.
 
-    `exit_s` is how long a killed agent may take to end its workers before all get SIGKILL;
-    `further_options` are added to every agent's command line. `task` is a module and its arguments
-    that run in an agent's place. What an agent prints goes to its log, logs/agent-NAME.log of the
-    run directory.
+    `in_job`: in a Slurm job, of which Slurm may signal every process: what it announces is for the
+    coordinator, and agents go on. `exit_s` is how long a killed agent may take to end its workers
+    before all get SIGKILL; `further_options` are added to every agent's command line. `task` is a
+    module and its arguments that run in an agent's place. What an agent prints goes to its log,
+    logs/agent-NAME.log of the run directory.
     """
     run_directory = run_directory.resolve()  # another coordinator may know it by another name
 
     def prepared(launch: LaunchAgent) -> LaunchedAgent:
         options = [*agent_options(launch, run_directory, stay), "--parent", str(os.getpid())]
+        options += ["--warnings"] if in_job else []
         words = [sys.executable, "-P", "-m", *(task or [AGENT_MODULE, *options, *further_options])]
         log = agent_log(run_directory, launch.agent)
         name = f"agent {launch.agent}"
         mark = _mark(run_directory, launch.agent)
         command = Command(name, words, orphan_signal=None, log=log, apart="session", mark=mark)
-        return LocalAgent(launch.agent, command, exit_s)
+        polite = signal.SIGINT if in_job else signal.SIGTERM
+        return LocalAgent(launch.agent, command, exit_s, polite)
 
     return Launcher(
         lambda launches: [prepared(each) for each in launches], close_s=exit_s + _SWEEP_S

@@ -87,7 +87,8 @@ def services_of(config: RunConfig, run_directory: Path, secret: bytes) -> Servic
     else:
         exit_s = config.deadlines.exit_s
         stay = config.workers.warm
-        launcher, pool = local_launcher(run_directory, exit_s, stay=stay), NodePool()
+        in_job = "SLURM_JOB_ID" in os.environ
+        launcher, pool = local_launcher(run_directory, exit_s, stay=stay, in_job=in_job), NodePool()
         task = local_launcher(run_directory, exit_s, task=task_words(run_directory))
         recipe = checked_recipe(config, run_directory, task)
     mpi = MpiNetwork(control_address(network, kind), network.interface, network.mpi_netmod)

@@ -101,3 +101,28 @@ def test_an_agent_is_killed_without_another_thread(launcher: Launcher) -> None:
         lambda: not launcher.alive("a0"), Deadline.after(SystemClock(), LIMIT_S, "the end of a0")
     )
     assert launcher.exit_code("a0") == 143
+
+
+def test_in_a_slurm_job_an_agent_has_signals_for_warnings_and_is_ended_by_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm may signal all processes of a job, where the coordinator alone is to hear it."""
+    (tmp_path / "stand_in.py").write_text(
+        "import pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN if '--warnings' in sys.argv else exit)\n"
+        "signal.signal(signal.SIGINT, lambda *_: sys.exit(7 * ('--warnings' in sys.argv)))\n"
+        "pathlib.Path('there').touch()\n"
+        "time.sleep(300)\n"
+    )
+    monkeypatch.setattr(module, "AGENT_MODULE", "stand_in")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "logs").mkdir()
+    with closing(local_launcher(tmp_path, in_job=True)) as launcher:
+        launch(launcher)
+        begun = Deadline.after(SystemClock(), LIMIT_S, "the agent's program to be there")
+        poll_until((tmp_path / "there").exists, begun)
+        launcher.kill("a0")
+        ended = Deadline.after(SystemClock(), LIMIT_S, "the end of a0")
+        poll_until(lambda: not launcher.alive("a0"), ended)
+        assert launcher.exit_code("a0") == 7
