@@ -78,11 +78,13 @@ def file_lock(path: Path, limit_s: float = LOCK_LIMIT_S) -> Iterator[None]:
     """Holds an exclusive lock on `path`, which is created and left behind.
 
     The lock ends with its process, however that ends. Raises DeadlineError after `limit_s`, and
-    ConfigError where the file cannot be made, or its file system has no locks.
+    ConfigError where the file cannot be made, is a link, or its file system has no locks.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        stream = path.open("ab")
+        # In a directory where others may write, they may have put something else there.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        stream = os.fdopen(os.open(path, flags, 0o666), "ab")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
     with stream:

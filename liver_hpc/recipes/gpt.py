@@ -194,6 +194,7 @@ class GPT(Recipe):
             config,
             use_transformer_engine=True,
             normalization=config.normalization,
+            qk_l2_norm=config.qk_l2_norm,
             vp_stage=context.vp_stage,
             pp_rank=context.at.pp,
         )

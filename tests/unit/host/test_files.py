@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from liver_hpc.errors import DeadlineError
+from liver_hpc.errors import ConfigError, DeadlineError
 from liver_hpc.host.files import (
     file_lock,
     first_alone,
@@ -111,6 +111,18 @@ def test_a_lock_is_asked_for_now_and_then(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(DeadlineError), file_lock(tmp_path / "lock", limit_s=0.6):
             pass
     assert len(asked) <= 4
+
+
+@pytest.mark.parametrize("there", ["link", "pipe"])
+def test_what_others_have_put_in_a_locks_place_is_refused(there: str, tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    if there == "link":
+        lock.symlink_to(tmp_path / "mine")
+    else:
+        os.mkfifo(lock)
+    with pytest.raises(ConfigError, match="lock: cannot be written: "), file_lock(lock):
+        pass
+    assert not (tmp_path / "mine").exists()
 
 
 HOLD = """
