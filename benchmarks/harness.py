@@ -196,7 +196,9 @@ def reported(measure: Callable[[], BenchmarkResult], given: argparse.Namespace) 
             result = replace(result, method={**result.method, QUICK: "the smallest sizes"})
         report(result, given.json)
     except LiverError as error:
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False)
+        Console(stderr=True, soft_wrap=True).print(
+            f"error: {error}", style="red", markup=False, highlight=False
+        )
         return 1
     return 0
 

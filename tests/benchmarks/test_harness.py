@@ -150,5 +150,5 @@ def test_a_result_that_could_not_be_written_is_refused_before_it_is_measured(
 
     assert reported(lambda: pytest.fail("was measured"), given) == 1
 
-    told = " ".join(capsys.readouterr().err.split())
+    told = capsys.readouterr().err
     assert told.startswith(f"error: --json {tmp_path / name} {said}")

@@ -15,7 +15,7 @@ from liver_hpc.world.groups import GroupBook
 from liver_hpc.world.world import World
 from tests.late_device import LateBackend, LateDevice, LateGroup, Machines
 
-FAILED = r"NCCL between workers \[3, 5\] has failed: COMM_ERROR"
+FAILED = r"NCCL between workers 3, 5 has failed: COMM_ERROR"
 
 
 @pytest.fixture
