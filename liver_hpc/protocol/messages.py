@@ -306,10 +306,10 @@ class Aborted(_InWorld, type="aborted"):
 
 class Failed(_InWorld, type="failed"):
     """Something went wrong in the handoff of this generation; the source world is intact here.
-    full: it was memory for both worlds, and bounded memory would do."""
+    no_room: a device had none for both worlds, and bounded memory would do."""
 
     reason: str
-    full: bool = False
+    no_room: bool = False
 
 
 class Heartbeat(_OfWorker, type="heartbeat"):

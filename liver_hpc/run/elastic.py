@@ -69,7 +69,7 @@ class ElasticPolicy:
         self._failed_growths = 0
         self._overtaken = -1  # the generation of the handoff that was called off last
         self._orphaned = -1  # of the one in progress when a coordinator was lost last
-        self._full = -1  # of the one last for which a device had no room
+        self._without_room = -1  # of the one last for which a device had no room
         self._again: ReconfigurationRequest | None = None  # has one more turn for a loss
         self.wanted = -1
 
@@ -267,15 +267,15 @@ class ElasticPolicy:
         if self.handoffs.can_be_cancelled:
             self._orphaned = self.handoffs.generation
 
-    def full(self, failed: Failed) -> None:
+    def no_room(self, failed: Failed) -> None:
         """A device has no room for both worlds of the handoff in progress: that is made again at
         once, in bounded memory."""
         attempt = self.handoffs.attempt
         if attempt is None or attempt.generation != failed.generation or attempt.request.bounded:
             return
         source, target = attempt.request.source.rank_map, attempt.request.target
-        self.estimates.handoffs.observe_full(source, target, failed.reason)
-        self._full = failed.generation
+        self.estimates.handoffs.observe_no_room(source, target, failed.reason)
+        self._without_room = failed.generation
 
     def gone(self, event: NodeGone) -> tuple[int, ...]:
         """Strikes a node off; the workers of the run that were still on it."""
@@ -521,8 +521,8 @@ class ElasticPolicy:
         self.estimates.handoffs.observe_aborted()
         here = self._agents.present()
         lost = ended.outcome == "failed" and not {*source.rank_map.workers}.issubset(here)
-        full = ended.generation == self._full
-        at_fault = not lost and not full and ended.generation != self._orphaned
+        no_room = ended.generation == self._without_room
+        at_fault = not lost and not no_room and ended.generation != self._orphaned
         if ended.generation == self._overtaken:
             pass  # it did not fail: there was something more urgent
         elif request is not None and request.asked_for:
@@ -531,7 +531,7 @@ class ElasticPolicy:
                 self._again = request
                 self.queue.put_back(request)
         elif request is not None and request.origin in (GROWTH, IN_PLACE):
-            if not full:
+            if not no_room:
                 self._pause_growing()
         elif request is not None and request.without and at_fault:
             self.estimates.failed_leaves += 1

@@ -156,7 +156,7 @@ class HandoffEstimator:
         self._disk_bytes_per_s = deque[float](maxlen=REMEMBERED_HANDOFFS)
         self._slowdowns = deque[float](maxlen=REMEMBERED_HANDOFFS)
         self._slowed_s = 0.0  # by the attempt that is in progress
-        self._full: dict[tuple[Layout, Layout], str] = {}
+        self._without_room: dict[tuple[Layout, Layout], str] = {}
         self._validation = config.eval
         self._done = 0
         self._evaluating = False
@@ -186,9 +186,9 @@ class HandoffEstimator:
         """One step beside PREPARE."""
         self._slowed_s += max(0.0, step_s - self.usual_step_s(batch))
 
-    def observe_full(self, source: RankMap, target: RankMap, why: str) -> None:
+    def observe_no_room(self, source: RankMap, target: RankMap, why: str) -> None:
         """A device has had no room for both worlds of a handoff."""
-        self._full[source.layout, target.layout] = why
+        self._without_room[source.layout, target.layout] = why
 
     def observe_aborted(self) -> None:
         """The attempt that slowed steps down has come to nothing."""
@@ -267,7 +267,7 @@ class HandoffEstimator:
     def bounded_because(self, source: RankMap, target: RankMap) -> str:
         """Why a handoff is made in bounded memory; empty when both worlds are held."""
         known = self._budget.bounded_because(source.layout, target.layout)
-        return known or self._full.get((source.layout, target.layout), "")
+        return known or self._without_room.get((source.layout, target.layout), "")
 
     # ---- parts of a handoff
 

@@ -332,8 +332,8 @@ class Run(Lifecycle):
             return
         if isinstance(message, m.Aborted):
             self.agents.cleared(message.worker)
-        if isinstance(message, m.Failed) and message.full:
-            self.elastic.full(message)
+        if isinstance(message, m.Failed) and message.no_room:
+            self.elastic.no_room(message)
         self.handoffs.message(message)
 
     def _broken(self, message: m.Broken) -> None:

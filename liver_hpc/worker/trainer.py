@@ -317,8 +317,8 @@ class Trainer(WorldHolder):
             if session.aborted is not None or session.halted is not None:
                 log.info("generation %d ended while preparing: %s", session.generation, error)
                 return
-            why, full = f"{type(error).__name__}: {error}", isinstance(error, NoRoom)
-            self._fail(session.generation, "PREPARE failed", why, full)
+            why, no_room = f"{type(error).__name__}: {error}", isinstance(error, NoRoom)
+            self._fail(session.generation, "PREPARE failed", why, no_room)
         else:
             self._context.send(prepared_message(session, session.prepared))
 
@@ -438,11 +438,11 @@ class Trainer(WorldHolder):
         except FAILURES as error:
             self._fail(session.generation, "RELEASE failed", f"{type(error).__name__}: {error}")
 
-    def _fail(self, generation: int, what: str, reason: str, full: bool = False) -> None:
+    def _fail(self, generation: int, what: str, reason: str, no_room: bool = False) -> None:
         """Logs the error of the moment and tells the coordinator."""
         log.exception("generation %d: %s", generation, what)
         worker = self._context.worker
-        failed = m.Failed(worker=worker, generation=generation, reason=reason, full=full)
+        failed = m.Failed(worker=worker, generation=generation, reason=reason, no_room=no_room)
         self._context.send(failed)
 
     def _go_back(self, session: Session, source: World, abort: m.Abort) -> None:

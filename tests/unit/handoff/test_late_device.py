@@ -620,7 +620,7 @@ def test_a_world_that_has_no_room_is_not_built(
     assert ended.outcome == "aborted"
     assert "worker 1: its seat in" in ended.detail
     assert when in ended.detail
-    assert not any(isinstance(each, m.Failed) and each.full for each in run.said)
+    assert not any(isinstance(each, m.Failed) and each.no_room for each in run.said)
     run.check(TP.workers)
 
 
@@ -630,15 +630,15 @@ def test_where_bounded_memory_would_do_the_coordinator_hears_of_it(run: LateRun)
     ended = run.hand_off(MOVED)
     assert ended.outcome == "aborted"
     assert "GiB beside the world that trains, the device has" in ended.detail
-    assert [each.full for each in run.said if isinstance(each, m.Failed)] == [True]
+    assert [each.no_room for each in run.said if isinstance(each, m.Failed)] == [True]
     run.check(TP.workers)
 
 
 @pytest.mark.parametrize(
-    ("worker", "bounded", "full"), [(1, False, True), (1, True, False), (2, False, False)]
+    ("worker", "bounded", "no_room"), [(1, False, True), (1, True, False), (2, False, False)]
 )
 def test_of_memory_that_runs_out_the_coordinator_hears_where_less_would_do(
-    run: LateRun, worker: int, bounded: bool, full: bool, monkeypatch: pytest.MonkeyPatch
+    run: LateRun, worker: int, bounded: bool, no_room: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Free memory in many pieces, and what a network library takes, is in no account. Worker 2
     joins, and holds one world anyway."""
@@ -655,7 +655,7 @@ def test_of_memory_that_runs_out_the_coordinator_hears_where_less_would_do(
     assert ended.outcome == "aborted"
     assert "Tried to allocate 2.00 GiB" in ended.detail
     told = [each for each in run.said if isinstance(each, m.Failed) and each.worker == worker]
-    assert [each.full for each in told] == [full]
+    assert [each.no_room for each in told] == [no_room]
     run.check(TP.workers)
 
 

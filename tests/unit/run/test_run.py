@@ -292,8 +292,8 @@ def test_a_handoff_without_room_for_both_worlds_is_made_again_at_once_in_bounded
     while (attempt := handoffs.attempt) is None or handoffs._machine.phase is not Phase.PREPARE:
         assert play.go_on(draw=False)
     assert not attempt.request.bounded
-    full = m.Failed(worker=1, generation=attempt.generation, reason="has 1.00 GiB", full=True)
-    play.say(1, full)
+    failed = m.Failed(worker=1, generation=attempt.generation, reason="has 1.00 GiB", no_room=True)
+    play.say(1, failed)
     began_s = play.now_s
     play.settle()
     play.train()
