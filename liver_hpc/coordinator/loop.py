@@ -148,6 +148,7 @@ class Coordinator:
         self._hang_up: Sequence[Callable[[], None]] = ()
         self._noted_generation = -1
         self._next_tick_s = self._next_epoch_s = self._last_tick_s = 0.0
+        self._removed: Deadline | None = None  # the run directory, and when that is to be told
         control.reach(self._inbox)
 
     def run(self) -> Outcome:
@@ -407,6 +408,7 @@ class Coordinator:
         if self._clock.now_s() < self._next_epoch_s:
             return False
         self._check_epoch()
+        self._look_at_directory()
         self._next_epoch_s = self._clock.now_s() + SHOWN_EVERY_S
         return True
 
@@ -418,6 +420,23 @@ class Coordinator:
             self._epoch.show()
         except OSError as error:
             log.warning("whether there is another coordinator is not known now: %s", error)
+
+    def _look_at_directory(self) -> None:
+        """A run whose directory somebody has removed or moved stops: no command finds it any more.
+        One whose directory is gone with its file system trains on, until that is back."""
+        try:
+            if not self._epoch.is_removed():
+                self._removed = None
+                return
+        except OSError:
+            return  # it is asked again a second later
+        limit_s = self._config.deadlines.coordinator_s
+        if self._removed is None:
+            self._removed = Deadline.after(self._clock, limit_s, "the run directory")
+        elif self._removed.expired():
+            self._removed = None
+            why = f"its directory was removed or moved: {self._epoch.path} is gone"
+            self._feed(e.StopSignalled(why, checkpoint=True))
 
     def _look_at_the_silent(self) -> None:
         """A machine may vanish without closing its sockets."""

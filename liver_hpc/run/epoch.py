@@ -44,10 +44,11 @@ class NotTakenOver(LiverError):
 
 @dataclass(frozen=True)
 class Epoch:
-    """The number of one coordinator of a run, 1 for the first."""
+    """The number of one coordinator of a run, 1 for the first. device: of its file."""
 
     run_directory: Path
     number: int
+    device: int | None = None
 
     def check(self) -> None:
         """Raises Superseded where there is a later one."""
@@ -55,16 +56,31 @@ class Epoch:
         if newest_epoch(self.run_directory) > self.number:
             raise Superseded(self.number)
 
+    @property
+    def path(self) -> Path:
+        """Its file."""
+        return self.run_directory / EPOCHS / str(self.number)
+
+    def is_removed(self) -> bool:
+        """Whether its file is gone, while the file system that had it is there. Raises OSError."""
+        with suppress(FileNotFoundError):
+            self.path.stat()
+            return False
+        for path in self.path.absolute().parents:
+            with suppress(FileNotFoundError):
+                return path.stat().st_dev == self.device
+        return False
+
     def silence_s(self) -> float:
         """How long before this one the one before it had last shown itself, by the file system's
         clock; 0.0 without one. Raises OSError."""
-        own, before = (self.run_directory / EPOCHS / str(self.number - n) for n in (0, 1))
-        return own.stat().st_mtime - before.stat().st_mtime if before.exists() else 0.0
+        before = self.path.with_name(str(self.number - 1))
+        return self.path.stat().st_mtime - before.stat().st_mtime if before.exists() else 0.0
 
     def show(self) -> None:
         """A sign of life for who cannot reach it: to be called every `SHOWN_EVERY_S`. Raises
         OSError."""
-        os.utime(self.run_directory / EPOCHS / str(self.number))
+        os.utime(self.path)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -111,11 +127,12 @@ def claim_epoch(run_directory: Path) -> Epoch:
         number = newest_epoch(run_directory) + 1
         while True:
             try:
-                (directory / str(number)).touch(0o600, exist_ok=False)
+                path = directory / str(number)
+                path.touch(0o600, exist_ok=False)
             except FileExistsError:
                 number += 1
             else:
-                return Epoch(run_directory, number)
+                return Epoch(run_directory, number, path.stat().st_dev)
     except OSError as error:
         raise LiverError(f"{directory}: {error.strerror}") from error
 

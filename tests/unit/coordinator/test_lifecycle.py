@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import stat
 import threading
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -291,6 +294,50 @@ def test_a_run_that_is_stopped_before_its_launch_launches_nothing(make: Start) -
     run.start_only()
     assert run.outcome() == Outcome("stopped", "SIGTERM", 0)
     assert run.cluster.launched == []
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["gone", "made again"])
+def test_a_run_whose_directory_is_removed_stops_with_a_checkpoint(
+    make: Start, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No command would find it any more. What writes a checkpoint may have made it again."""
+    monkeypatch.setattr("liver_hpc.coordinator.loop.SHOWN_EVERY_S", 0.01)
+    run = make(deadlines={"coordinator_s": 0.3}, checkpoint={"keep": 1})
+    run.status()  # while the operator can still find it
+    run.cluster.train(3)
+    shutil.rmtree(run.directory)
+    if again:
+        run.directory.mkdir()
+    outcome = run.outcome()
+    assert (outcome.state, outcome.step) == ("stopped", 3)
+    gone = run.directory / "coordinators" / "1"
+    assert outcome.reason.startswith(f"its directory was removed or moved: {gone} is gone; ")
+    for played in run.cluster.workers.values():
+        (told,) = (message for message in played.script.received if isinstance(message, m.Stop))
+        assert told.checkpoint == str(run.directory / "checkpoints")
+
+
+def test_a_run_whose_directory_comes_back_in_time_trains_on(
+    make: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("liver_hpc.coordinator.loop.SHOWN_EVERY_S", 0.01)
+    run = make(deadlines={"coordinator_s": 0.6})
+    aside = run.directory.with_name("aside")
+    for _ in range(3):  # three times in a row more than the time
+        run.directory.rename(aside)
+        time.sleep(0.3)
+        aside.rename(run.directory)
+        time.sleep(0.1)
+    assert run.status()["state"] == "training"
+
+
+def test_a_run_whose_file_system_is_gone_trains_on(tmp_path: Path) -> None:
+    epoch = claim_epoch(tmp_path)
+    assert not epoch.is_removed()
+    elsewhere = replace(epoch, device=epoch.path.stat().st_dev + 1)  # what is there without it
+    epoch.path.unlink()
+    assert epoch.is_removed()
+    assert not elsewhere.is_removed()
 
 
 def test_an_agent_that_is_not_expected_is_refused(make: Start) -> None:
