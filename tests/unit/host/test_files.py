@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,35 @@ def test_what_others_have_put_in_a_locks_place_is_refused(there: str, tmp_path: 
     assert not (tmp_path / "mine").exists()
 
 
+def test_what_one_has_done_others_do_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that have waited for it: hundreds of workers are not to read data by turns."""
+    mark, flock = tmp_path / "mark", fcntl.flock
+    waits, together = threading.Semaphore(0), threading.Barrier(2)
+
+    def flock_told(*how: Any) -> None:
+        try:
+            flock(*how)
+        except BlockingIOError:
+            waits.release()
+            raise
+
+    def follow() -> None:
+        with first_alone(mark):
+            together.wait(10.0)
+
+    monkeypatch.setattr(fcntl, "flock", flock_told)
+    followers = [threading.Thread(target=follow) for _ in range(2)]
+    with first_alone(mark):
+        for each in followers:
+            each.start()
+            assert waits.acquire(timeout=10.0)
+    for each in followers:
+        each.join()
+    assert not together.broken
+
+
 HOLD = """
 import pathlib, time
 from liver_hpc.host.files import locked_alone
@@ -151,6 +181,22 @@ def test_one_at_a_time_has_a_lock_and_a_killed_one_has_it_no_more(
     with locked_alone(path):
         pass
     assert not path.exists()
+
+
+def test_a_lock_on_a_file_that_was_removed_meanwhile_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By whoever had it before: the next one would make another file, and lock that."""
+    path, flock = tmp_path / "lock", fcntl.flock
+
+    def too_late(*how: Any) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        path.unlink()
+        flock(*how)
+
+    monkeypatch.setattr(fcntl, "flock", too_late)
+    with locked_alone(path), pytest.raises(BlockingIOError), locked_alone(path):
+        pass
 
 
 def test_what_was_made_for_a_lock_is_gone_with_it(tmp_path: Path) -> None:

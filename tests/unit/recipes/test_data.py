@@ -84,21 +84,22 @@ def test_what_has_its_name_is_on_the_disk(
 ) -> None:
     """A node that is lost takes with it what it has only in memory, and leaves the names: what is
     there is not made again."""
-    synced, sync, replace = set[int](), os.fsync, Path.replace
+    synced, sync, replace = dict[int, int](), os.fsync, Path.replace
 
     def fsync(descriptor: int) -> None:
-        synced.add(os.fstat(descriptor).st_ino)
+        status = os.fstat(descriptor)
+        synced[status.st_ino] = status.st_size
         sync(descriptor)
 
     def named(path: Path, target: Path) -> Path:
-        assert path.stat().st_ino in synced, target
+        assert synced.get(path.stat().st_ino) == path.stat().st_size > 0, target
         return replace(path, target)
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(Path, "replace", named)
     prefix = prepare(section(texts)).prefix
     TokenSamples(Corpus((prefix,)), 4, (2,), 1, tmp_path / "cache")
-    assert {prefix.parent.stat().st_ino, (tmp_path / "cache").stat().st_ino} <= synced
+    assert {prefix.parent.stat().st_ino, (tmp_path / "cache").stat().st_ino} <= synced.keys()
 
 
 def test_what_is_done_is_not_done_again(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
