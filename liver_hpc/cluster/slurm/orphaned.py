@@ -89,7 +89,7 @@ def begin_coordinator(run_directory: Path, attempt: int) -> bool:
     """
     run = RunDirectory(run_directory)
     config = run.config()
-    if config.cluster.kind != "slurm" or run.outcome() is not None or not shutil.which("srun"):
+    if run.outcome() is not None or not shutil.which("srun"):
         return False
     if not (told := script_environment(run, os.environ)):
         return False

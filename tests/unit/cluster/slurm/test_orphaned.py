@@ -97,7 +97,11 @@ def done(run: RunDirectory, *jobs: str, steps: Sequence[str] = ("",)) -> list[Se
     return slurm.done
 
 
-def test_it_is_queued_again_once_slurm_has_dropped_the_scripts_node(run: RunDirectory) -> None:
+def test_it_is_queued_again_once_slurm_has_dropped_the_scripts_node(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For which it may take SlurmdTimeout, 300 s here."""
+    monkeypatch.setattr(orphaned, "_MARGIN_S", -270.0)
     assert done(run, WHOLE, WHOLE, LOST) == [["scontrol", "requeue", "77"]]
 
 
@@ -219,6 +223,33 @@ def test_the_first_agent_that_misses_the_coordinator_has_another_one_begin(
     claim_epoch(het.path)
     assert begin_coordinator(het.path, 1)  # that one is gone, too
     claim_epoch(het.path)
+
+
+BEGINS = """
+import os, signal, sys, time
+from pathlib import Path
+from liver_hpc.cluster.slurm.orphaned import begin_coordinator
+assert begin_coordinator(Path(sys.argv[1]), 1)
+while not Path(sys.argv[2]).exists():
+    time.sleep(0.01)
+os.killpg(0, signal.SIGKILL)
+"""
+
+
+def test_it_outlives_the_agent_that_has_begun_it(
+    het: RunDirectory, repository: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Which ends as soon as its node is given back, and with all of its group if it is killed."""
+    told, srun = on_node(monkeypatch, tmp_path, "n9"), tmp_path / "bin" / "srun"
+    begun, go_on = tmp_path / "begun", tmp_path / "go-on"
+    waits = f"touch {begun}\nwhile [ ! -e {go_on} ]; do sleep 0.05; done\n"
+    srun.write_text(srun.read_text().replace("\n", f"\n{waits}", 1))
+    monkeypatch.setenv("PYTHONPATH", str(repository))
+    words = [sys.executable, "-c", BEGINS, str(het.path), str(begun)]
+    agent = subprocess.run(words, timeout=60.0, start_new_session=True, check=False)
+    go_on.touch()
+    assert agent.returncode == -signal.SIGKILL
+    _await(told)
 
 
 def test_it_begins_by_the_hosts_python(

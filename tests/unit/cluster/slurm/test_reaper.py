@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,6 +19,7 @@ from liver_hpc.config.schema import DeadlineSection
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.epoch import claim_epoch
 from liver_hpc.run.outcome import Outcome
+from tests.unit.config.runs import write_minimal
 
 LIMITS = DeadlineSection(coordinator_s=0.4, boot_s=1.0)
 
@@ -54,3 +60,56 @@ def test_another_coordinator_that_is_killed_before_it_has_a_reaper_is_nobody(
     began_s = time.monotonic()
     assert not is_followed(run, 1, LIMITS)
     assert time.monotonic() - began_s >= 1.0
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_it_stands_whatever_signal_comes_and_cancels_what_nobody_takes_over(
+    run: RunDirectory, follows: bool, handlers: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Again until nothing is left: Slurm may be about to carry out a request."""
+    stood, said = list[Any](), list[tuple[str, float]]()
+
+    class Coordinator:
+        """Ends; what there is of the reaper by then."""
+
+        def read(self) -> bytes:
+            ignored = [signal.getsignal(number) is signal.SIG_IGN for number in SIGNALS]
+            stood.append((ignored, stands(run, 1).stat().st_mode & 0o777))
+            return b""
+
+    class Slurm:
+        def __init__(self, *_limits_s: float) -> None:
+            self.left = ["PENDING", "RUNNING", "COMPLETING"]
+
+        def cancel_named(self, name: str) -> None:
+            said.append((name, time.monotonic()))
+
+        def named(self, name: str) -> dict[str, Any]:
+            said.append(("looks", time.monotonic()))
+            return {"7": SimpleNamespace(state=self.left.pop(0))}
+
+    write_minimal(run.path)
+    monkeypatch.setattr(sys, "argv", ["reaper", "r-burst", str(run.path), "1"])
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=Coordinator()))
+    monkeypatch.setattr(reaper, "SlurmCommands", Slurm)
+    monkeypatch.setattr(reaper, "SETTLE_S", 0.05)
+    if follows:
+        claim_epoch(run.path)
+        stands(run, 2).touch()
+    Outcome("stopped", "", 3).write(run.path)
+    assert reaper.main() == 0
+    assert stood == [([True, True, True], 0o600)]
+    assert [name for name, _ in said] == ([] if follows else ["r-burst", "looks"] * 3)
+    times_s = [at_s for _, at_s in said]
+    assert all(b - a >= 0.05 for a, b in zip(times_s[::2], times_s[1::2], strict=True))
