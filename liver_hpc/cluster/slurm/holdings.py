@@ -183,11 +183,8 @@ class Holdings:
         return [held for held in self._held.values() if held.returning]
 
     def of(self, node: str) -> Allocation | None:
-        """The newest allocation that holds the node."""
-        for held in reversed(self._held.values()):
-            if node in held.nodes:
-                return held
-        return None
+        """The allocation that holds the node."""
+        return next((held for held in self._held.values() if node in held.nodes), None)
 
     def use(self, node: str) -> Allocation:
         """Where steps on the node belong; it is in use again. Raises LiverError when not held."""

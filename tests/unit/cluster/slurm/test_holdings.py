@@ -219,6 +219,13 @@ def test_nodes_that_fall_out_of_a_job_are_gone(held: Holdings) -> None:
     ]
 
 
+def test_a_job_of_which_no_nodes_are_told_keeps_them_until_it_is_over(held: Holdings) -> None:
+    assert observe(held, replace(BURST, nodes=())) == []
+    assert observe(held, replace(BURST, nodes=(), state="NODE_FAIL")) == [
+        NodeGone(node, "job 9 has ended: NODE_FAIL") for node in ("n4", "n5")
+    ]
+
+
 def test_a_drain_is_told_once_and_never_beats_a_deadline(held: Holdings) -> None:
     drained = {"n2": "allocated+drain", "n4": "idle"}
     assert held.observe_nodes(drained, 1_000.0) == warned("n2", "drained", 1_000.0, None)
@@ -228,6 +235,16 @@ def test_a_drain_is_told_once_and_never_beats_a_deadline(held: Holdings) -> None
     assert told == warned("n2 n3", "preempted", 1_020.0, 1_026.0)
     assert held.observe_nodes(drained, 1_021.0) == []
     assert held.observe_nodes({"n2": "allocated"}, 1_022.0) == []  # it is still preempted
+
+
+def test_a_node_that_is_drained_no_more_is_as_new(held: Holdings) -> None:
+    """Also where it was given back: it keeps its allocation, whose other nodes are given back."""
+    held.observe_nodes({"n4": "idle+drain"}, 1_000.0)
+    held.give_back("n4")
+    (granted,) = held.observe_nodes({"n4": "idle"}, 1_010.0)
+    assert isinstance(granted, NodeGranted)
+    held.give_back("n5")
+    assert held.returning() == []
 
 
 @pytest.mark.parametrize("state", ["allocated+fail", "failing", "allocated+drain+power_down"])

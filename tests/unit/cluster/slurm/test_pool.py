@@ -246,6 +246,46 @@ def test_a_burst_job_on_a_node_that_is_held_already_goes_back(
     assert [words[0] for words in controller.asked].count("sbatch") == 1, "no back-off"
 
 
+def test_where_slurm_does_not_answer_at_first_all_components_are_there(
+    watch: Callable[[float], Watched], controller: Controller
+) -> None:
+    controller.hold = lambda: controller.answers_if(threading.Event())
+    told = watch(600.0).told
+    controller.hold = lambda: None
+    assert [e.node.name for e in told if isinstance(e, NodeGranted)] == ["n1", "n2", "n3"]
+
+
+def test_nodes_of_partitions_that_preempt_nobody_are_not_preemptible(
+    tmp_path: Path, controller: Controller
+) -> None:
+    controller.says["scontrol"] = CONFIGURED + "PartitionName=stable GraceTime=0 PreemptMode=OFF\n"
+    watched = Watched(tmp_path, controller, 600.0)
+    for held, partition in zip(watched.pool._own[1:], ("spot", "stable"), strict=True):
+        held.partition = partition
+    watched.pool.start(watched.told.append)
+    try:
+        nodes = [event.node for event in watched.told if isinstance(event, NodeGranted)]
+        assert [node.preemptible for node in nodes] == [False, True, False]
+    finally:
+        controller.jobs.clear()
+        watched.pool.close()
+
+
+def test_a_burst_job_that_has_ended_does_not_count_as_held(
+    watch: Callable[[float], Watched], controller: Controller
+) -> None:
+    """Else no other one would be asked for in its place."""
+    watched = watch(0.05)
+    held = watched.pool._burst.policy.held
+    watched.pool.want(1)
+    watched.until(lambda: "sbatch" in [words[0] for words in controller.asked], "the request")
+    controller.jobs[9] = "9|9|RUNNING|None|9999999999|n4|burst"
+    watched.until(lambda: "9" in held, "the grant")
+    del controller.jobs[9]
+    watched.until(lambda: NodeGone("n4", "job 9 has ended") in watched.told, "its end")
+    watched.until(lambda: "9" not in held, "its end to count")
+
+
 @pytest.mark.parametrize("adopts", [False, True])
 def test_that_no_burst_nodes_are_asked_for_any_more_is_told_once(
     adopts: bool, tmp_path: Path, controller: Controller

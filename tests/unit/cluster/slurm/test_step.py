@@ -161,6 +161,21 @@ def test_an_agent_for_whose_kill_there_is_no_thread_is_killed_later(
     poll_until(lambda: ["kill", "n2"] in said_to_slurm, deadline)
 
 
+def test_an_srun_that_has_no_step_yet_ends_once_all_its_agents_are_killed(
+    step: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may wait for a node for ever."""
+    monkeypatch.setattr(module, "_SRUN_END_S", 0.2)
+    monkeypatch.setattr(module, "_STEP_GRACE_S", 0.2)
+    nothing = subprocess.CompletedProcess([], 0, "", "")
+    monkeypatch.setitem(globals(), "played", lambda words, limit_s: nothing)
+    agents = step("waits for resources").agents
+    for agent in agents.values():
+        agent.kill()
+    deadline = Deadline.after(SystemClock(), LIMIT_S, "the srun to end")
+    poll_until(lambda: all(agent.exit_code is not None for agent in agents.values()), deadline)
+
+
 def test_a_killed_step_that_leads_a_job_of_several_components_ends_without_its_srun(
     step: Begin, tmp_path: Path
 ) -> None:
