@@ -143,7 +143,7 @@ class Coordinator:
         self._unsafe: deque[tuple[int, Peer, int]] = deque()  # entries, and whose words they are
         self._agents_words: deque[tuple[float, Peer, int]] = deque()  # when they have led to all
         self._newest = self._written = -1  # entries of the journal
-        self._next_request = 0 if left is None else left.requests
+        self._next_request = 0
         self._journal_failed = self._has_taken_over = False
         self._hang_up: Sequence[Callable[[], None]] = ()
         self._noted_generation = -1

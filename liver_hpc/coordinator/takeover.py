@@ -30,14 +30,13 @@ class Left:
     """A start whose coordinator is gone.
 
     core: where it stands. host: of the coordinator that is gone. listening: the agents that could
-    be talked to, by name; nodes: where agents were started. requests: how many operators had asked.
+    be talked to, by name; nodes: where agents were started.
     """
 
     core: Run
     host: str = ""
     listening: dict[str, e.AgentListens] = field(default_factory=dict)
     nodes: dict[str, str] = field(default_factory=dict)
-    requests: int = 0
     _saved: list[dict[str, Any]] = field(default_factory=list)
     _sent: defaultdict[int, list[bytes]] = field(default_factory=lambda: defaultdict(list))
     _heard: dict[int, int] = field(default_factory=dict)
@@ -82,8 +81,6 @@ class Left:
                 self.host = event.host
             case e.AgentListens():
                 self.listening[event.agent] = event
-            case e.OperatorAsked():
-                self.requests = event.number + 1
             case e.CheckpointWritten() | e.CheckpointFailed():
                 step = event.step
                 self._saved = [each for each in self._saved if each["scalars"]["step"] != step]

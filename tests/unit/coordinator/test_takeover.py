@@ -16,14 +16,22 @@ import pytest
 from liver_hpc.checkpoint.index import part_key
 from liver_hpc.coordinator import main
 from liver_hpc.coordinator.loop import Coordinator, new_core
-from liver_hpc.coordinator.takeover import Left, what_is_left
+from liver_hpc.coordinator.takeover import Left, _plain, what_is_left
 from liver_hpc.errors import ConfigError, DeadlineError, MeetingError
 from liver_hpc.protocol import messages as m
 from liver_hpc.rendezvous.channel import ITSELF, ChannelClosed
+from liver_hpc.run import codec
+from liver_hpc.run.actions import ForgetGeneration
 from liver_hpc.run.directory import RunDirectory
-from liver_hpc.run.entries import Event, encode, last_start
+from liver_hpc.run.entries import Entry, Event, encode, last_start
 from liver_hpc.run.epoch import Epoch, NotTakenOver, Superseded, claim_epoch
-from liver_hpc.run.events import Node
+from liver_hpc.run.events import (
+    CheckpointFailed,
+    CheckpointWritten,
+    LaunchAllowed,
+    Node,
+    PoolNote,
+)
 from liver_hpc.run.journal import JournalNews
 from tests.fakes import JournalRecords, MemoryJournal, tiny_run
 from tests.unit.coordinator.live import LIMIT_S, LiveRun
@@ -211,6 +219,39 @@ def test_what_was_told_of_a_part_of_a_checkpoint_is_known_to_the_next_coordinato
     key = part_key(0, 1, 1)
     assert run.coordinator._store._values[key] == base64.b64encode(b"\n").decode()
     assert run.ask(m.StopRequest()).ok
+
+
+def test_what_parts_of_checkpoints_came_to_is_not_found_out_again() -> None:
+    """One was made of them or given up; or their world has ended."""
+
+    class Core:
+        state = None
+
+        def handle(self, event: Any, _at_s: float) -> list[Any]:
+            return [ForgetGeneration(0)] if event == LaunchAllowed() else []
+
+    def part(generation: int, step: int) -> m.Saved:
+        at = m.ScalarState(
+            step=step, consumed_samples=8, optimizer_step=1, loss_scale=1.0, seed=1234
+        )
+        return m.Saved(worker=1, generation=generation, scalars=at)
+
+    def left_after(event: Any) -> list[int]:
+        core: Any = Core()
+        told: list[Any] = [part(0, 1), part(0, 2), part(1, 3), event]
+        entries = [
+            Entry(at, 0.0, _plain(codec.encode(each)), _plain(map(codec.encode, actions)))
+            for at, each in enumerate(told)
+            for actions in [core.handle(each, 0.0)]
+        ]
+        left = what_is_left(entries, lambda: core)
+        assert left is not None
+        return [each.scalars.step for each in left.saved]
+
+    assert left_after(PoolNote("")) == [1, 2, 3]
+    assert left_after(CheckpointFailed(2, "no room")) == [1, 3]
+    assert left_after(CheckpointWritten(1, "", 0, 0.0, 0)) == [2, 3]
+    assert left_after(LaunchAllowed()) == [3]
 
 
 HANDOFF_ENTRIES = 25
