@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -191,6 +192,27 @@ def test_a_child_without_an_orphan_signal_outlives_the_process() -> None:
         assert ends_within(child, SOON_S)
 
 
+def test_a_command_whose_parent_has_ended_before_it_began_is_not_executed() -> None:
+    nobody = "0"
+    words = [sys.executable, "-I", "-S", "-c", child_module._GUARD, nobody, "9", "", "/bin/true"]
+    assert subprocess.run(words, timeout=SOON_S).returncode == EXIT_ORPHANED
+
+
+def test_what_starts_too_late_to_be_waited_for_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, popen = SimpleQueue[Any](), child_module._popen
+
+    def late(command: Command) -> Any:
+        threading.Event().wait(0.3)
+        begun.put(process := popen(command))
+        return process
+
+    monkeypatch.setattr(child_module, "_popen", late)
+    monkeypatch.setattr(child_module, "_START_S", 0.05)
+    with pytest.raises(DeadlineError, match=r"waited 0\.05 s for sleeper to start"):
+        Child(Command("sleeper", ["sleep", "60"]))
+    assert begun.get(timeout=SOON_S).wait(SOON_S) == -signal.SIGKILL
+
+
 def test_a_process_that_finds_another_parent_exits_at_once() -> None:
     script = "from liver_hpc.host.child import end_with_parent; end_with_parent(1)"
     assert subprocess.run([sys.executable, "-c", script], timeout=SOON_S).returncode == (
@@ -322,6 +344,16 @@ def test_a_child_can_be_waited_for_in_one_thread_and_ended_in_another(shell: She
     child.end(SOON_S)
     waiter.join(SOON_S)
     assert codes == [128 + signal.SIGTERM]
+
+
+def test_a_process_that_was_adopted_holds_no_descriptor_once_nobody_has_it() -> None:
+    with subprocess.Popen(["true"]) as process:
+        adopted = Foreign(process.pid)
+        number = adopted._end
+        os.fstat(number)
+        del adopted
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(number)
 
 
 def test_two_threads_may_wait_for_a_process_that_was_adopted() -> None:
