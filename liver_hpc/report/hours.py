@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 from liver_hpc.report.worlds import finite_sum, took_s
@@ -56,6 +58,14 @@ class _Seated(NamedTuple):
     worth_s: float
 
 
+class _Slots(NamedTuple):
+    """How many of a node are held at once, from one change of their number to the next."""
+
+    from_s: float
+    until_s: float
+    slots: int
+
+
 def worker_hours(records: RunRecords, useful_s: Mapping[int, float]) -> WorkerHours:
     """useful_s: what each step is worth, by its number. What is held still, is until the last time
     that the records know."""
@@ -72,13 +82,16 @@ def worker_hours(records: RunRecords, useful_s: Mapping[int, float]) -> WorkerHo
             each.slots * (_or(each.returned_s, until_s) - each.granted_s) for each in holdings
         )
         spans, all_spans = held_spans(holdings), held_spans(by_name[node])
+        slots = _slots(holdings)
         seated_s = trained_s = 0.0
         for world in worlds:
-            there_s = overlap_s(spans, world.from_s, world.until_s) * world.seats.get(node, 0)
-            if there_s > 0:
+            seats = world.seats.get(node, 0)
+            there_s = overlap_s(spans, world.from_s, world.until_s)
+            if there_s > 0 and seats:
                 node_s = overlap_s(all_spans, world.from_s, world.until_s)
-                seated_s += there_s
-                trained_s += there_s * min(1.0, world.worth_s / node_s)
+                in_slots_s = _in_slots_s(slots, world, seats)
+                seated_s += in_slots_s
+                trained_s += min(in_slots_s, there_s * seats * min(1.0, world.worth_s / node_s))
         nodes.append(_figures(node, partition, held_s, seated_s, trained_s))
     names = sorted({each.partition for each in nodes})
     partitions = [_added([n for n in nodes if n.partition == name], name) for name in names]
@@ -104,6 +117,28 @@ def in_any(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 def overlap_s(spans: Iterable[tuple[float, float]], from_s: float, until_s: float) -> float:
     """How much of the time between the two is in `spans`, which do not overlap."""
     return sum(max(0.0, min(to_s, until_s) - max(at_s, from_s)) for at_s, to_s in spans)
+
+
+def _slots(holdings: Iterable[HoldingRecord]) -> list[_Slots]:
+    """In order."""
+    changes: Counter[float] = Counter()
+    for each in holdings:
+        changes[each.granted_s] += each.slots
+        changes[_or(each.returned_s, math.inf)] -= each.slots
+    times = sorted(changes)
+    held = accumulate(changes[at_s] for at_s in times)
+    return [_Slots(*ends, slots) for ends, slots in zip(pairwise(times), held, strict=False)]
+
+
+def _in_slots_s(slots: Sequence[_Slots], world: _Seated, seats: int) -> float:
+    """Worker-seconds of a world on a node. Once a world is lost, fewer slots than it had seats may
+    be held until the next one trains."""
+    first = max(0, bisect_right(slots, world.from_s, key=attrgetter("from_s")) - 1)
+    behind = bisect_left(slots, world.until_s, key=attrgetter("from_s"))
+    return sum(
+        overlap_s([each[:2]], world.from_s, world.until_s) * min(each.slots, seats)
+        for each in slots[first:behind]
+    )
 
 
 def unit_of(records: RunRecords) -> str:

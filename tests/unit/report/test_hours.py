@@ -118,6 +118,20 @@ def test_a_node_that_is_lost_has_trained_what_it_has_trained() -> None:
     ]
 
 
+def test_a_seat_without_a_slot_is_not_lost() -> None:
+    """Four workers on one machine; in the next start two of them boot until 50, and train."""
+    steps = [step(n, started_s=float(n)) for n in range(10)]
+    steps += [step(10 + n, generation=2, started_s=50.0 + n) for n in range(10)]
+    places = [
+        PlacementRecord(0, "tp2 pp1 dp2", "", 4),
+        PlacementRecord(2, "tp1 pp1 dp2", "", 2),
+    ]
+    holdings = [held("", 0.0, 10.0, slots=1) for _ in range(4)]
+    holdings += [held("", 20.0, 60.0, slots=1) for _ in range(2)]
+    hours = hours_of(RunRecords(steps, [], [], {}, holdings=holdings, placements=places))
+    assert seconds(hours.total) == [120.0, 60.0, 0.0, 60.0]
+
+
 def test_without_holdings_there_are_no_hours() -> None:
     hours = hours_of(RunRecords([step(0), step(1)], [], [], {}))
     assert seconds(hours.total) == [0.0, 0.0, 0.0, 0.0]
