@@ -12,13 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from liver_hpc.run.records import (
-    EvaluationRecord,
-    ReconfigurationRecord,
-    RecoveryRecord,
-    RunRecords,
-    StepRecord,
-)
+from liver_hpc.run.records import EvaluationRecord, RunRecords, StepRecord
 
 COMPLETED = "completed"
 ABORTED = "aborted"
@@ -40,7 +34,7 @@ def worlds_of(records: RunRecords) -> dict[int, GenerationFigures]:
     by_generation: dict[int, list[StepRecord]] = defaultdict(list)
     for step in records.steps:
         by_generation[step.generation].append(step)
-    worlds, layouts = {}, _layouts(records.reconfigurations, records.recoveries)
+    worlds, layouts = {}, _layouts(records)
     for generation, steps in sorted(by_generation.items()):
         quiet = [step for step in steps if step.phase == ""]
         known = quiet or [step for step in steps if step.phase != "first"]
@@ -67,12 +61,11 @@ def took_s(step: StepRecord | EvaluationRecord) -> float:
     return step.ended_s - step.started_s
 
 
-def _layouts(
-    attempts: Sequence[ReconfigurationRecord], recoveries: Sequence[RecoveryRecord]
-) -> dict[int, str]:
+def _layouts(records: RunRecords) -> dict[int, str]:
     """By generation."""
-    layouts: dict[int, str] = {}
-    for recovery in recoveries:
+    layouts = {placement.generation: placement.layout for placement in records.placements}
+    attempts = records.reconfigurations
+    for recovery in records.recoveries:
         layouts.setdefault(recovery.source_generation, recovery.source)
         layouts.setdefault(recovery.generation, recovery.target)
     for attempt in attempts:

@@ -11,7 +11,13 @@ import pytest
 
 from liver_hpc.report.derive import PhaseFigures, ReconfigurationFigures, run_figures
 from liver_hpc.report.tables import summary_lines
-from liver_hpc.run.records import NoticeRecord, ReconfigurationRecord, RunRecords, StepRecord
+from liver_hpc.run.records import (
+    NoticeRecord,
+    PlacementRecord,
+    ReconfigurationRecord,
+    RunRecords,
+    StepRecord,
+)
 from tests.unit.report.rows import evaluation, reconfiguration, recovery, step
 
 
@@ -257,6 +263,13 @@ def test_worlds_have_their_layout_median_and_rate() -> None:
     assert (second.generation, second.layout, second.steps) == (1, "tp2 pp1 dp2", 4)
     assert second.median_step_s == pytest.approx(0.5)
     assert second.tokens_per_s == pytest.approx(1024)
+
+
+def test_a_world_that_no_handoff_began_or_ended_has_the_layout_that_it_was_placed_in() -> None:
+    run = records([step(0), step(1, generation=2)])
+    placed = {0: "tp1 pp1 dp2", 2: "tp2 pp1 dp1"}
+    run.placements.extend(PlacementRecord(*world, "n1", 2) for world in placed.items())
+    assert {each.generation: each.layout for each in run_figures(run).generations} == placed
 
 
 def test_goodput_is_steps_at_their_median_over_wall_time() -> None:
