@@ -162,7 +162,7 @@ def summary_lines(figures: RunFigures, records: RunRecords) -> dict[str, str]:
         lines["moved"] = (
             f"{bytes_text(figures.bytes_moved)}"
             + (f", {bytes_text(between)} of it between nodes" if between else "")
-            + f"; {bytes_text(figures.bytes_local)} stayed in place"
+            + f"; {bytes_text(figures.bytes_local)} copied within workers"
         )
         if figures.spares:
             lines["spares"] = f"{figures.spares} joiners had booted before their handoff"
@@ -273,7 +273,7 @@ _WORLDS = (
     Column("median step s", lambda row: _marked(row.median_step_s, row.median_is_disturbed)),
     _figure("tokens/s", "tokens_per_s"),
 )
-_ENDS, _LOST, _BYTES = "from\nto", "lost s\nsteps", "moved\nstayed"
+_ENDS, _LOST, _BYTES = "from\nto", "lost s\nsteps", "moved\ncopied"
 _COST = "cost s\nslow-\ndown s"
 _RECONFIGURATIONS = (
     _figure("gen", "generation", str),
@@ -288,7 +288,7 @@ _RECONFIGURATIONS = (
     ),
     _figure("reconf.\ns", "reconfiguration_s"),
     Column("bytes\nmoved", lambda row: _moved(row, row.bytes_moved), stack=_BYTES),
-    Column("bytes\nstayed", lambda row: _moved(row, row.bytes_local), stack=_BYTES),
+    Column("bytes\ncopied", lambda row: _moved(row, row.bytes_local), stack=_BYTES),
     Column("digest\nequal", _digest, is_text=True),
     Column("outcome", lambda row: Cell(row.outcome, outcome_tone(row.outcome)), is_text=True),
 )

@@ -77,7 +77,8 @@ class ReconfigurationRecord:
     with commas. notice: why. outcome: "completed", "aborted" or "failed". detail: what went wrong.
     step: how many were done at the boundary, or, without one, when the attempt ended. digest_equal:
     whether both sides held the same state. bytes_moved: between workers, by the plan. bytes_local:
-    within them. notice_s: when the reason came. boot_ended_s: all joiners had booted.
+    copied within them; what goes on in the same memory is in neither. notice_s: when the reason
+    came. boot_ended_s: all joiners had booted.
     prepare_started_s: PREPARE began. prepare_ended_s: all workers had prepared.
     armed_s: they were told to stop at a boundary.
     source_last_step_ended_s: the last of the source's workers had ended its last step, and the

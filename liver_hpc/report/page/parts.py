@@ -72,7 +72,7 @@ def handoff_facts(record: ReconfigurationFigures) -> Iterator[str]:
         yield f"{bytes_text(record.bytes_moved)} moved"
         if record.bytes_between_nodes:
             yield f"{bytes_text(record.bytes_between_nodes)} between nodes"
-        yield f"{bytes_text(record.bytes_local)} stayed"
+        yield f"{bytes_text(record.bytes_local)} copied"
         if record.spares:
             yield f"spares among the joiners: {record.spares}"
     if record.detail:

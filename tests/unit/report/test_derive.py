@@ -354,6 +354,12 @@ def test_goodput_of_a_world_without_a_median_takes_that_of_its_layout() -> None:
     assert run_figures(run).goodput == pytest.approx((7 * 1.0 + 4 * 0.5) / 15.0)
 
 
+def test_bytes_within_a_worker_were_copied() -> None:
+    """What a worker that stays keeps in the same memory is not among them."""
+    run = run_of_one_handoff(bytes_moved=2048, bytes_local=0, bytes_between_nodes=0)
+    assert summary_lines(run_figures(run), run)["moved"] == "2.0 KiB; 0 B copied within workers"
+
+
 def test_totals_add_up() -> None:
     run = run_of_one_handoff()
     failed = reconfiguration(generation=2, source_generation=1, outcome="failed", bytes_moved=5)
