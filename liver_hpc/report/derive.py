@@ -134,9 +134,9 @@ class RunFigures:
 
     steps counts each step once; steps_again were done that had been done before, after recoveries
     and starts from disk; missing_steps were done but not recorded. wall_s: start of the
-    first recorded step to the end of the last. evaluation_s: of all evaluations within. goodput:
-    at most 1, as medians of few steps may be above what steps took in all; an evaluation is useful,
-    once, and evaluations counts it once. hours: of workers, held and what became of them.
+    first recorded step to the end of the last. goodput: at most 1, as medians of few steps may be
+    above what steps took in all; an evaluation within is useful, once. evaluations, evaluation_s:
+    how many, and how long they took; each once. hours: of workers, held and what became of them.
     stragglers: how often each node was named as one.
     """
 
@@ -178,15 +178,14 @@ def run_figures(records: RunRecords) -> RunFigures:
     done = {step.step: step for step in records.steps}
     useful_s = {step.step: times.useful_s(step) for step in done.values()}
     tokens = sum(step.tokens for step in done.values())
-    wall_s, evaluated_s = math.nan, dict[int, float]()
+    wall_s, within = math.nan, list[EvaluationRecord]()
     if done:
         ended_s = max(step.ended_s for step in records.steps)
         wall_s = ended_s - min(step.started_s for step in records.steps)
         within = [each for each in records.evaluations if each.started_s < ended_s]
-        evaluated_s = {each.step: took_s(each) for each in within}
     unknown = [attempt for attempt in attempts if math.isnan(attempt.cost_s)]
     cost_s = known_sum([attempt.cost_s for attempt in attempts])
-    progress_s = finite_sum(useful_s.values()) + finite_sum(evaluated_s.values())
+    progress_s = finite_sum(useful_s.values()) + _evaluated_s(within)
     return RunFigures(
         generations=tuple(worlds.values()),
         reconfigurations=attempts,
@@ -212,10 +211,15 @@ def run_figures(records: RunRecords) -> RunFigures:
         tokens_per_s=ratio(tokens, wall_s),
         goodput=min(ratio(progress_s, wall_s), 1.0) if wall_s > 0 else math.nan,
         evaluations=len({each.step for each in records.evaluations}),
-        evaluation_s=finite_sum(evaluated_s.values()),
+        evaluation_s=_evaluated_s(records.evaluations),
         hours=worker_hours(records, useful_s),
         stragglers=dict(Counter(record.node for record in records.stragglers)),
     )
+
+
+def _evaluated_s(evaluations: Iterable[EvaluationRecord]) -> float:
+    """What they took, each once."""
+    return finite_sum({each.step: took_s(each) for each in evaluations}.values())
 
 
 # ---- reconfigurations

@@ -342,7 +342,7 @@ def test_an_evaluation_is_useful_once() -> None:
     run.evaluations.extend(evaluation(step=4, started_s=at_s) for at_s in (106.0, 107.0))
     run.evaluations.append(evaluation(step=10, started_s=111.25))  # after the last step
     figures = run_figures(run)
-    assert (figures.evaluations, figures.evaluation_s) == (2, 0.25)
+    assert (figures.evaluations, figures.evaluation_s) == (2, 0.5)
     assert figures.goodput == pytest.approx((useful_s + 0.25) / 11.25)
 
 
