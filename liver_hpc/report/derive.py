@@ -185,7 +185,7 @@ def run_figures(records: RunRecords) -> RunFigures:
         within = [each for each in records.evaluations if each.started_s < ended_s]
     unknown = [attempt for attempt in attempts if math.isnan(attempt.cost_s)]
     cost_s = known_sum([attempt.cost_s for attempt in attempts])
-    progress_s = finite_sum(useful_s.values()) + _evaluated_s(within)
+    progress_s = known_sum([*useful_s.values()]) + _evaluated_s(within)
     return RunFigures(
         generations=tuple(worlds.values()),
         reconfigurations=attempts,

@@ -278,6 +278,12 @@ def test_goodput_is_steps_at_their_median_over_wall_time() -> None:
     assert figures.goodput == pytest.approx((6 * 1.0 + 4 * 0.5) / 11.25)
 
 
+def test_goodput_is_not_known_before_any_step_has_a_median() -> None:
+    run = records([step(0, phase="first")])
+    run.evaluations.append(evaluation(step=1, started_s=100.5))
+    assert math.isnan(run_figures(run).goodput)
+
+
 def test_goodput_is_at_most_all_of_the_time() -> None:
     lengths_s = (0.2, 0.2, 1.0, 1.0, 1.0)
     starts_s = itertools.accumulate(lengths_s, initial=100.0)
