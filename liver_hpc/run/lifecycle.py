@@ -592,7 +592,7 @@ class Lifecycle:
             tokens_per_s=last.tokens / took_s if last and took_s else None,
             step_s=took_s,
             left_s=self._left_s(took_s),
-            generation=world.generation if world else 0,
+            generation=world.generation if world else self._first_generation,
             layout=str(world.rank_map.layout if world else self.first_layout),
             workers=world.rank_map.workers if world else (),
             spares=tuple(sorted(self.agents.kept)),

@@ -46,6 +46,12 @@ def on_one_node(
     return play
 
 
+def test_a_start_has_the_generation_of_the_world_that_it_prepares() -> None:
+    play = on_one_node()
+    told = play.run.snapshot(play.now_s, "", "")
+    assert (told.state, told.step, told.generation) == ("starting", 5, RESUMED.generation + 2)
+
+
 def wait_for_nodes(play: Play) -> None:
     """As long as a launch takes at most, in ticks."""
     for _ in range(5):
