@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import importlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -109,7 +111,8 @@ class Pretrain(Recipe):
         captured = self.script.answer_for(context.groups, context.layout, context.at)
         self.script.arguments_of(context.groups).perform_initialization = context.draws
         self._check_embeddings(captured, context.layout)
-        model = _built(captured, context)
+        with _told_without_an_engine():
+            model = _built(captured, context)
         model.model_type = captured.model_type
         if context.vp_stage is not None:
             model.vp_stage = context.vp_stage
@@ -240,6 +243,26 @@ class Pretrain(Recipe):
             update_num_microbatches(args.consumed_train_samples, consistency_check=False)
         output, loss_function = captured.forward_step(batches(), model)
         return output, mean_of(loss_function)
+
+
+@contextlib.contextmanager
+def _told_without_an_engine() -> Iterator[None]:
+    """Raises ConfigError where Megatron wants a class of Transformer Engine's, which it has not
+    imported: of an ImportError it takes no notice before."""
+    try:
+        yield
+    except NameError as error:
+        if not str(error.name).startswith("TE"):
+            raise
+        try:
+            importlib.import_module("transformer_engine")
+        except ImportError as why:
+            raise ConfigError(
+                "model.args: --transformer-impl transformer_engine, which is Megatron's default: "
+                f"Transformer Engine cannot be imported: {why}; install it, or write "
+                "--transformer-impl local"
+            ) from why
+        raise
 
 
 def _built(captured: Captured, context: BuildContext) -> Any:

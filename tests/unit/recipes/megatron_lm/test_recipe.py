@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from liver_hpc.errors import ConfigError
 from liver_hpc.recipes.base import load_recipe
 from liver_hpc.recipes.completion import load_users_run
 from liver_hpc.recipes.megatron_lm import datasets
-from liver_hpc.recipes.megatron_lm.recipe import Pretrain
+from liver_hpc.recipes.megatron_lm.recipe import Pretrain, _told_without_an_engine
+from liver_hpc.worker.derive import _why_not_here
 from tests.unit.recipes.megatron_lm.jobs import JOB, run_file
 
 
@@ -62,3 +64,25 @@ def test_data_that_is_not_there_is_told_before_a_worker_boots(tmp_path: Path) ->
     config = load_users_run(path)
     with pytest.raises(ConfigError, match=r"model\.args: --train-data-path: /nosuch/a\.idx is"):
         check_run(config, load_recipe(config))
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_layers_of_an_engine_that_cannot_be_imported_are_told_as_such(
+    installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is installed may be imported on the nodes."""
+    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
+    if installed:
+        package = tmp_path / "transformer_engine.py"
+        package.write_text("raise ImportError('libcuda.so.1: no such file')")
+        monkeypatch.syspath_prepend(tmp_path)
+    else:
+        monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    with (
+        pytest.raises(ConfigError, match=r"Engine cannot be imported: .*-impl local") as told,
+        _told_without_an_engine(),
+    ):
+        exec("TESpecProvider()", {})
+    assert bool(_why_not_here(told.value)) == installed
+    with pytest.raises(NameError, match="mine"), _told_without_an_engine():
+        exec("mine()", {})
