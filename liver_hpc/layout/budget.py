@@ -82,7 +82,7 @@ class Budget:
     """Holds layouts, and changes between them, against `policy.memory_bytes`.
 
     Exact to within the padding between the optimizer's parameters. Neither training's activations
-    nor the buffers of collectives are counted.
+    are counted, nor the fp32 that an update makes of gradients in bf16, nor buffers of collectives.
     """
 
     config: RunConfig

@@ -315,7 +315,6 @@ class World:
         if not self.gradients_are_clear:
             self._clear_gradients()
         self.gradients_are_clear = False
-        self.optimizer.zero_grad()
         if most is None:
             as_they_are = megatron.without_gathers(self.chunks) if gathered else nullcontext()
             with as_they_are:
@@ -417,6 +416,7 @@ class World:
         self._scheduler.num_steps = schedule_steps(train, step, self._unscheduled)
         self._scheduler.step(0)
         _, grad_norm, _ = self.optimizer.step()
+        self.optimizer.zero_grad()  # its copies in fp32 of gradients in bf16 go
         # Where nothing is trained, no parameter group has it.
         return float(grad_norm or 0.0), float(self._scheduler.get_lr({}))
 

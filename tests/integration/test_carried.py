@@ -53,6 +53,9 @@ def carried(
             found += train(target, range(number * STEPS, (number + 1) * STEPS))
             buffers = [each for chunk in target.chunks for each in chunk.buffers]
             held = sum(each.grad_data.nbytes for each in buffers)
+            groups = [g for each in target.optimizers for g in each.shard_fp32_from_float16_groups]
+            mains = [main for group in groups for main in group]
+            held += sum(main.grad.nbytes for main in mains if main.grad is not None)
             counted = worker_bytes(recipe.spec, target.rank_map.layout, target.at)
             times.append(held / counted[GRADIENT])
     return found, times
