@@ -527,8 +527,9 @@ class ElasticPolicy:
             pass  # it did not fail: there was something more urgent
         elif request is not None and request.asked_for:
             stays = trains == source.rank_map  # else it has been granted
-            if not at_fault and stays and request != self._again:
-                self._again = request
+            if stays and (no_room or (not at_fault and request != self._again)):
+                if not no_room:
+                    self._again = request
                 self.queue.put_back(request)
         elif request is not None and request.origin in (GROWTH, IN_PLACE):
             if not no_room:

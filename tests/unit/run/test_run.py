@@ -311,6 +311,29 @@ def test_a_handoff_without_room_for_both_worlds_is_made_again_at_once_in_bounded
     assert not [*differences(play.journal(), TWO_NODES.new_run)]
 
 
+@pytest.mark.parametrize("losses", [(False, True), (True, False)])
+def test_a_turn_for_want_of_room_is_beside_that_for_a_lost_coordinator(
+    losses: tuple[bool, ...],
+) -> None:
+    play = training()
+    assert play.ask(m.ResizeRequest(layout="tp=2")).ok
+    handoffs = play.run.handoffs
+    ended = 0
+    for lost in losses:
+        while handoffs.generation == ended or handoffs._machine.phase is not Phase.PREPARE:
+            if not play.go_on(draw=False):
+                play.train()
+        ended = handoffs.generation
+        if lost:
+            play.feed(e.TookOver(ended, 7, "h"))
+            play.feed(e.Regained())
+        play.say(1, m.Failed(worker=1, generation=ended, reason="failed", no_room=not lost))
+    play.calm()
+    outcomes = [record.outcome for record in play.watch.records]
+    assert outcomes == ["aborted", "aborted", "completed"]
+    assert not [*differences(play.journal(), TWO_NODES.new_run)]
+
+
 def test_who_asks_for_the_present_layout_bounds_growth_once() -> None:
     play = training()
     answer = play.ask(m.ResizeRequest(workers=2))
