@@ -29,13 +29,32 @@ def rehearsal_bytes(
     layers = [_layer_bytes(config, layout, tokens, each) for each in config.layers_with_experts]
     most = 0
     for stage, (end, count) in enumerate(zip(ends, stage_layers, strict=True)):
-        own = layers[end - count : end]
+        own = _recomputed(config, layers[end - count : end], count // layout.vpp)
         one = sum(kept for kept, _ in own)
         if stage == layout.pp - 1:
             one += _output_bytes(config, layout, tokens)
         held = layout.pp if layout.vpp > 1 else 1
         most = max(most, held * one + max(again for _, again in own))
     return most
+
+
+def _recomputed(
+    config: GPTConfig, layers: list[tuple[int, int]], of_chunk: int
+) -> list[tuple[int, int]]:
+    """The layers of a stage as Megatron's `recompute_method` has them: "uniform" keeps what comes
+    into so many layers, and computes these again together; "block" computes so many of each chunk
+    again, and keeps the others whole."""
+    if config.recompute != "full":
+        return layers
+    number, found = config.recompute_num_layers, []
+    for start in range(0, len(layers), of_chunk):
+        chunk = layers[start : start + of_chunk]
+        if config.recompute_method == "block":
+            found += chunk[:number] + [(whole, 0) for _, whole in chunk[number:]]
+            continue
+        parts = [chunk[at : at + number] for at in range(0, of_chunk, number)]
+        found += [(part[0][0], sum(whole for _, whole in part)) for part in parts]
+    return found
 
 
 def _layer_bytes(
@@ -50,7 +69,7 @@ def _layer_bytes(
         return int(boundary), int(whole)
     if config.recompute == "selective":
         again = probabilities if "core_attn" in config.recompute_modules else 0
-        again += mlp if "mlp" in config.recompute_modules else 0
+        again += mlp if ("moe" if has_experts else "mlp") in config.recompute_modules else 0
         return int(whole - again), int(again)
     return int(whole), 0
 
@@ -59,7 +78,8 @@ def _attention_bytes(config: GPTConfig, layout: Layout, tokens: int) -> tuple[fl
     """Kept of a layer's attention: all but the probabilities, and those with what becomes of them.
 
     In elements of a token: the norm; the inputs of both products and of the projection, of which
-    the layers without Transformer Engine keep the queries, keys and values as they were made too.
+    the layers without Transformer Engine keep the queries, keys and values as they were made too;
+    norms of queries and keys.
     Probabilities, in fp32 and then in the parameters' precision, are of each pair of tokens.
     """
     each = _element_bytes(config)
@@ -67,7 +87,11 @@ def _attention_bytes(config: GPTConfig, layout: Layout, tokens: int) -> tuple[fl
     split = 2 * queries + 2 * keys
     if not _fused(config):
         split += 2 * queries + (queries if config.groups < config.heads else 0)
-    kept = _norm_bytes(config, layout, tokens) + tokens * each * split / layout.tp
+    norms = 0
+    if config.qk_norm:
+        norms = 2 * each + (_FP32 if config.normalization == "rmsnorm" else 0)
+    inside = each * split + norms * (queries + keys)
+    kept = _norm_bytes(config, layout, tokens) + tokens * inside / layout.tp
     if _fused(config):
         return kept, 0.0  # its attention keeps none
     pairs = tokens * config.seq_length * config.heads / layout.tp

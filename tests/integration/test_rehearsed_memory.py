@@ -11,13 +11,19 @@ from tests.integration.processes import WorkerProcess, run_workers
 from tests.integration.worlds import Case, recipe_of
 
 SIZES = {"hidden": 128, "ffn_hidden": 256, "seq_length": 64, "vocab_size": 512}
+RECOMPUTED = {"experts": {"number": 4}, "recompute": "selective"}
 CASES = [
     Case("dp1", SIZES),
     Case("dp1", SIZES | {"activation": "gelu", "dtype": "bf16"}),
     Case("dp1", SIZES | {"recompute": "full"}),
+    Case("dp1", SIZES | {"recompute": "full", "recompute_num_layers": 2}),
+    Case("dp1", SIZES | {"recompute": "full", "recompute_method": "block"}),
+    Case("dp1", SIZES | {"qk_norm": True}),
     Case("dp1", SIZES | {"seq_length": 256, "recompute": "selective"}),
     Case("dp1", SIZES | {"query_groups": 4, "normalization": "layernorm"}),
     Case("dp1", SIZES | {"experts": {"number": 4}}),
+    Case("dp1", SIZES | RECOMPUTED | {"recompute_modules": ["moe"]}),
+    Case("dp1", SIZES | RECOMPUTED | {"recompute_modules": ["mlp"]}),
     Case("tp2", SIZES),
     Case("pp2", SIZES),
     Case("pp2 vpp2", SIZES),
