@@ -22,12 +22,18 @@ from liver_hpc.world.untouched import OneThreadsMode
 
 _aten = torch.ops.aten
 _MAKES = {_aten.empty.memory_format, _aten.zeros.default}
+_ALIKE = {
+    *(_aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default),
+    *(_aten.empty_like.default, _aten.new_zeros.default, _aten.new_ones.default),
+    *(_aten.new_full.default, _aten.new_empty.default),
+}
+"""Operations to which it is nothing what a tensor holds: they make one of its kind."""
 
 
 class Memoryless(OneThreadsMode):  # type: ignore[no-untyped-call]
     """On its thread, floating-point tensors of more than one element that are made by their size
     have no memory, nor has what is computed of such ones; what is written to them is lost. makes:
-    False where those made by their size are as ever.
+    False where those made by their size, or like another one, are as ever.
 
     Raises PlanError for what would be written from one to memory that there is.
     """
@@ -55,6 +61,8 @@ class Memoryless(OneThreadsMode):  # type: ignore[no-untyped-call]
                 return first if operation._schema.returns else None
             raise PlanError(f"{operation} writes what has no memory yet to what has some")
         device = kwargs.get("device") or next(filter(has_none, tree_leaves((args, kwargs)))).device
+        if not self._makes and operation in _ALIKE:
+            return operation(_on_meta(first), *args[1:], **{**kwargs, "device": device})
         if "device" in kwargs:
             kwargs = {**kwargs, "device": "meta"}
         made = operation(*tree_map(_on_meta, args), **tree_map(_on_meta, kwargs))

@@ -13,7 +13,7 @@ from tests.integration.predicting import PredictingGPT
 from tests.integration.random_tokens import RandomTokenGPT
 from tests.integration.test_expert_layouts import gpt
 from tests.integration.test_experts import AUX, BIAS, model
-from tests.integration.toys import build_world, derived
+from tests.integration.toys import Toy, build_world, derived
 
 Place = tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, int]
 """A tensor's type, shape, stride, offset, and the bytes of its storage."""
@@ -81,3 +81,23 @@ def test_they_become_what_worlds_are_and_train_alike(
     assert all(each.any() for each in trained[EXP_AVG])
     for each in (world, ordinary):
         each.close()
+
+
+def test_what_is_made_like_a_parameter_has_memory(device: Any) -> None:
+    """As a buffer with an average of what is trained, which is moved as parameters are."""
+    from liver_hpc.world import hollow
+    from liver_hpc.world.memoryless import Memoryless
+
+    def parts(_context: Any) -> dict[str, Any]:
+        part = torch.nn.Linear(8, 8, bias=False)
+        part.register_buffer("average", torch.zeros_like(part.weight))
+        part.register_buffer("most", part.weight.new_full((3,), 2.0))
+        return {"part": part}
+
+    toy = Toy(parts)
+    toy.spec = derived(toy, "dp1")
+    world = build_world(toy, device, allocating=Memoryless)
+    hollow.allocate(world, (GRADIENT, *toy.spec.kinds))
+    held = [world.state.view(PARAMETER, *at) for at in world.state.boxes(PARAMETER, "buffer")]
+    assert [each.flatten().tolist() for each in held] == [[0.0] * 64, [2.0] * 3]
+    world.close()
