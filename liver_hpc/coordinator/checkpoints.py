@@ -100,7 +100,7 @@ class Checkpoints:
         wake: Callable[[], None] = lambda: None,
     ) -> None:
         self._run = RunDirectory(epoch.run_directory.absolute())
-        self.directory = self._run.checkpoints_path
+        self.directory = self._run.checkpoints_place
         self._config = config
         self._recipe = recipe
         self._clock = clock

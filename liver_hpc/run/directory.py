@@ -79,6 +79,12 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def checkpoints_place(self) -> Path:
+        """That directory itself, which is still there where somebody removes the run's."""
+        link = self.checkpoints_path
+        return Path(os.readlink(link)) if link.is_symlink() else link
+
+    @property
     def jobs_path(self) -> Path:
         """What submitit writes: the pickled call, the coordinator's output, its result."""
         return self.path / "submitit"

@@ -92,7 +92,7 @@ class Worker:
                 clock=self._clock,
                 send=self._send,
                 open_store=self._open_store,
-                checkpoints=self._run.checkpoints_path,
+                checkpoints=self._run.checkpoints_place,
             )
         )
         now_s = self._clock.now_s()

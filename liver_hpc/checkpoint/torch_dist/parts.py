@@ -35,7 +35,7 @@ from liver_hpc.checkpoint.torch_dist.places import Part, first_of_each, stored
 from liver_hpc.checkpoint.torch_dist.reads import PREFIXES, Pieces, Source
 from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.errors import CheckpointError, PlanError, StoreAway
-from liver_hpc.host.files import flush_to_disk
+from liver_hpc.host.files import flush_to_disk, make_directory
 from liver_hpc.layout.tensors import MAIN, PARAMETER
 from liver_hpc.protocol.messages import ScalarState
 from liver_hpc.recipes.base import Recipe
@@ -72,7 +72,9 @@ def write_part(
     Raises OSError, and PlanError where the module does not say where all of a tensor lies.
     """
     layout, rank = state.layout, state.layout.rank(state.at)
-    partial.mkdir(parents=True, exist_ok=True)
+    make_directory(partial.parent.parent, 0o700)  # the run's, which somebody may have removed
+    for path in (partial.parent, partial):
+        path.mkdir(exist_ok=True)
     with RankWriter(partial, rank, about) as file:
         for kind, index, box in written_boxes(state.model, layout, state.at):
             check()

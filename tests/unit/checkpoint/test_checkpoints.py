@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -299,6 +300,28 @@ def test_a_step_that_was_saved_in_a_life_before_is_saved_anew(disk: Disk) -> Non
     newest = newest_checkpoint(disk.directory)
     assert newest is not None
     assert newest.index.rank_map.rank_map().layout == Layout(2, 1, 1)
+
+
+def test_a_run_directory_that_is_removed_is_made_again_for_its_owner_alone(disk: Disk) -> None:
+    """As it was before, whatever the umask."""
+    before = os.umask(0)
+    try:
+        assert isinstance(disk.save(TWO, 4), CheckpointWritten)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(disk.run_directory.stat().st_mode) == 0o700
+
+
+def test_checkpoints_lie_elsewhere_also_where_the_run_directory_is_removed(tmp_path: Path) -> None:
+    run, place = tmp_path / "run", tmp_path / "place"
+    for path in (run, place):
+        path.mkdir()
+    (run / "checkpoints").symlink_to(place)
+    disk = Disk(TIED, run, elsewhere=place)
+    shutil.rmtree(run)
+    assert isinstance(disk.save(TWO, 4), CheckpointWritten)
+    assert (place / "iter_0000004").is_dir()
+    assert not run.exists()
 
 
 def test_what_a_killed_run_was_writing_is_cleared_away(disk: Disk) -> None:
