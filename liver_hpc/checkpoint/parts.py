@@ -45,7 +45,7 @@ class Save:
         self._worker, self._generation = world.worker, world.generation
         self._rank = world.rank_map.layout.rank(world.at)
         self._clock, self._started_s = context.clock, context.clock.now_s()
-        self._where = directory
+        self._where, self._waits = directory, waits
         self._writer: PartWriter | None = None
         self._problem = ""
         self._check = world.book.check
@@ -81,6 +81,8 @@ class Save:
         try:
             state, digests = take()
             self._check()  # the device is there: parameters have been gathered, or it raises
+            if not self._waits and not self._where.parent.is_dir():
+                raise CheckpointError(f"{self._where.parent} is gone")  # and may come back
             part = self._writer.write(state)
         except FAILURES as error:
             problem = self._logged(error)

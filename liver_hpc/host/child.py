@@ -343,7 +343,7 @@ def _popen(command: Command) -> subprocess.Popen[str]:
     with contextlib.ExitStack() as stack:
         output = None
         if command.log is not None:
-            command.log.parent.mkdir(parents=True, exist_ok=True)
+            command.log.parent.mkdir(exist_ok=True)
             output = stack.enter_context(command.log.open("ab"))
         return subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _GUARD, *told, program, *command.words[1:]],

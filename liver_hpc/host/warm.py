@@ -66,7 +66,7 @@ class WarmProcess(Child):
             instead_of_mark=self.mark,
             group=command.apart == "group",
         )
-        command.log.parent.mkdir(parents=True, exist_ok=True)
+        command.log.parent.mkdir(exist_ok=True)
         with command.log.open("ab") as log:
             self._has_forked = True
             try:

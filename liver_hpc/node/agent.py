@@ -553,7 +553,7 @@ def _slots(text: str) -> tuple[int, ...]:
 def _log_to(run_directory: Path, agent: str) -> None:
     """Sends everything that this process prints to logs/agent-NAME.log, its launcher's too."""
     path = agent_log(run_directory, agent)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     with path.open("ab") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())

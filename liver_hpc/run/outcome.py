@@ -89,7 +89,7 @@ def write_private_json(path: Path, data: dict[str, Any]) -> None:
 
 def open_log(path: Path, identity: Callable[[], str]) -> logging.Handler:
     """A handler for the package's log lines, each with the identity of the moment."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s [%(identity)s] %(levelname)s %(message)s"))
 

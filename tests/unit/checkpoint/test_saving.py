@@ -237,6 +237,18 @@ def test_parameters_that_were_not_gathered_are_not_saved(tmp_path: Path, beside:
     assert not seat.file(4).exists()
 
 
+def test_only_one_that_training_waits_for_makes_a_run_directory_again(tmp_path: Path) -> None:
+    """That which was moved may come back, and would find another one in its place."""
+    run = tmp_path / "run"
+    seat = Seat(run / "checkpoints")
+    seat.saving.begin(seat.world, 4)
+    assert [saved.error for saved in seat.told(1)] == [f"{run} is gone"]
+    assert not run.exists()
+    seat.saving.now(seat.world, 5, seat.directory, lambda: None)
+    assert [saved.error for saved in seat.told(2)][1:] == [""]
+    assert seat.file(5).exists()
+
+
 def test_the_next_one_waits_for_the_one_before(tmp_path: Path, held: Held) -> None:
     seat = Seat(tmp_path)
     seat.saving.begin(seat.world, 4)

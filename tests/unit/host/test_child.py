@@ -137,6 +137,13 @@ def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         Child(Command("agent a0", ["true"], log=tmp_path / "file" / "log"))
 
 
+def test_a_log_makes_no_run_directory_again_that_was_removed(tmp_path: Path) -> None:
+    """It may come back, and another one would be in its place."""
+    with pytest.raises(LiverError, match=r"agent a0 cannot be started: .*logs"):
+        Child(Command("agent a0", ["true"], log=tmp_path / "run" / "logs" / "agent-a0.log"))
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_ignored_signal_does_nothing_from_the_first_instruction_on(shell: Shell) -> None:
     child = shell("grep SigIgn /proc/self/status; exit 3", ignored=(signal.SIGTERM, signal.SIGUSR1))
     child.send_signal(signal.SIGTERM)  # in the guard, as a rule
