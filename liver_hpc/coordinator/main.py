@@ -194,6 +194,10 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
         outcome = coordinator.run()
         if outcome.state != "restart":
             return outcome
+        with suppress(OSError):
+            if epoch.is_removed():  # and with it what a start reads
+                why = f"{outcome.reason}; {epoch.removed}"
+                return Outcome(Ending.FAILED, why, outcome.step)
         log.info("restarts after step %d: %s", outcome.step, outcome.reason)
         services, memory = watched(build(config, directory, secret)), coordinator.core.memory
         coordinator = Coordinator(config, epoch, secret, services, control, memory)

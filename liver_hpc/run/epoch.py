@@ -71,6 +71,11 @@ class Epoch:
                 return path.stat().st_dev == self.device
         return False
 
+    @property
+    def removed(self) -> str:
+        """What a run ends for then."""
+        return f"its directory was removed or moved: {self.path} is gone"
+
     def silence_s(self) -> float:
         """How long before this one the one before it had last shown itself, by the file system's
         clock; 0.0 without one. Raises OSError."""

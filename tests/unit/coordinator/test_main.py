@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import stat
 import subprocess
 import threading
@@ -151,6 +152,26 @@ def test_an_outcome_that_cannot_be_written_is_told_all_the_same(
     _write_run(tmp_path)
     assert run_coordinator(tmp_path, Control(), lambda *_: cast(Any, None)) == requeue
     assert not (tmp_path / "outcome.json").exists()
+
+
+def test_a_run_whose_directory_is_removed_does_not_restart_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would begin without a run file and a secret, again and again."""
+
+    class Removed(Ends):
+        def run(self) -> Outcome:
+            shutil.rmtree(tmp_path / "run")
+            return super().run()
+
+    monkeypatch.setattr(module, "Coordinator", Removed(Outcome("restart", "worker 1 lost", 7)))
+    (tmp_path / "run").mkdir()
+    _write_run(tmp_path / "run")
+    outcome = run_coordinator(tmp_path / "run", Control(), lambda *_: cast(Any, None))
+    gone = tmp_path / "run" / "coordinators" / "1"
+    why = f"worker 1 lost; its directory was removed or moved: {gone} is gone"
+    assert outcome == Outcome("failed", why, 7)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("gone", ["recipe", "checkpoint"])
