@@ -65,6 +65,7 @@ def prepare(session: Session, source_world: World | None) -> Target:
     except OutOfMemoryError as error:
         if session.bounded or source_world is None or not session.is_target:
             raise
+        context.device.ran_out = True
         raise NoRoom(str(error)) from error
 
 
@@ -168,7 +169,8 @@ def _allocating(session: Session, rehearses: bool) -> Allocating:
     `nullcontext` where the world is rehearsed, as wanted; a rehearsal may take as much again as
     training takes for a step, and is left out where there is no room for that. `Untouched` where
     values come later. `Memoryless` where memory does, too: of a worker that stays in bounded
-    memory, on a CPU always, on a GPU where the world does not fit beside training.
+    memory, on a CPU always, on a GPU where the world does not fit beside training, or did not
+    when that was tried.
 
     Raises LiverError where training would run out of memory beside it, or bounded memory at the
     boundary; `NoRoom` where bounded memory would do.
@@ -185,6 +187,7 @@ def _allocating(session: Session, rehearses: bool) -> Allocating:
 
     wanted_bytes, free_bytes = held_bytes(session.target) + staging_bytes, room.free_bytes
     fits, when = wanted_bytes <= free_bytes, "beside the world that trains"
+    fits = fits and not (session.bounded and context.device.ran_out)
     if not fits and session.is_source:
         in_full = f"{wanted_bytes / GIB:.2f} GiB {when}, the device has {free_bytes / GIB:.2f} GiB"
         wanted_bytes, when = staging_bytes, f"for staging {when}"

@@ -100,10 +100,14 @@ class Room(NamedTuple):
 
 
 class Device:
-    """A torch device, and the process-group backend that goes with it."""
+    """A torch device, and the process-group backend that goes with it.
+
+    ran_out: whether its memory did in a PREPARE, which by `room` had enough.
+    """
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
+        self.ran_out = False
         self._parked: list[tuple[Callable[[], bool], object]] = []
         self._peak_bytes: list[int] = []  # of the last step beside which there was nothing else
         self._beside: set[int] = set()  # the attempts that have memory beside the world that trains

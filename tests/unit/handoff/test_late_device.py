@@ -659,18 +659,46 @@ def test_of_memory_that_runs_out_the_coordinator_hears_where_less_would_do(
     run.check(TP.workers)
 
 
-def test_bounded_memory_needs_room_for_staging_alone_beside_training(
-    run: LateRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What training takes for a step is there at the boundary."""
-    chosen = dict[int, Any]()
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> dict[int, Any]:
+    """What each worker's target is made in."""
+    chosen, allocating = dict[int, Any](), prepare._allocating
 
     def note(session: Session, rehearses: bool) -> Any:
         chosen[session.context.worker] = found = allocating(session, rehearses)
         return found
 
-    allocating = prepare._allocating
     monkeypatch.setattr(prepare, "_allocating", note)
+    return chosen
+
+
+def test_where_memory_ran_out_bounded_memory_takes_none_beside_training(
+    run: LateRun, chosen: dict[int, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the account says: it was wrong."""
+    run.rooms[1] = Room(free_bytes=2**40, peak_bytes=2**40)
+
+    def runs_out(context: Any, *others: Any) -> int:
+        if context.worker == 1:
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+        return connect_groups(context, *others)
+
+    connect_groups = prepare.connect_groups
+    run.begin()
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "connect_groups", runs_out)
+        assert run.hand_off(MOVED).outcome == "aborted"
+    assert chosen[1] is not Memoryless
+    ended = run.hand_off(MOVED, bounded=True)
+    assert ended.outcome == "completed", ended.detail
+    assert chosen[1] is Memoryless
+    run.check(MOVED.workers)
+
+
+def test_bounded_memory_needs_room_for_staging_alone_beside_training(
+    run: LateRun, chosen: dict[int, Any]
+) -> None:
+    """What training takes for a step is there at the boundary."""
     run.rooms[1] = Room(free_bytes=STAGING_BYTES, peak_bytes=2**30)
     run.begin()
     ended = run.hand_off(MOVED, bounded=True)
