@@ -31,6 +31,8 @@ from liver_hpc.coordinator.connections import Control
 from liver_hpc.errors import LiverError
 from liver_hpc.host.child import end_with_parent
 from liver_hpc.host.process import drop_unwritable_output, quiet_thread
+from liver_hpc.recipes.base import load_recipe
+from liver_hpc.recipes.specs import code_of_spec
 from liver_hpc.run.directory import RunDirectory
 from liver_hpc.run.epoch import NotTakenOver, Superseded, newest_epoch
 from liver_hpc.run.events import EndNear, StopSignalled
@@ -97,8 +99,9 @@ class HostedCoordinator:
         self._ended = False
 
     def start(self) -> None:
-        """Once. All that a coordinator needs is imported before it is forked: the next one, which
-        takes over, is of the same text, also where another was installed meanwhile.
+        """Once. All that a coordinator needs is imported before it is forked, the run's recipe too:
+        the next one, which takes over, is of the same text, also where another was installed, or
+        the recipe was edited, meanwhile.
 
         From now on what this process prints, and nobody reads, is dropped: it is there to start the
         next one. Likewise the file system is asked again for as long as a run goes on without a
@@ -107,7 +110,10 @@ class HostedCoordinator:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", os.environ.get("OMP_NUM_THREADS") or "1")
         importlib.import_module(_CODE)
         drop_unwritable_output()
-        self._patience_s = self._run.config().deadlines.successor_s
+        config = self._run.config()
+        with contextlib.suppress(Exception):  # the coordinator fails for it, too, and says so
+            code_of_spec(type(load_recipe(config)))
+        self._patience_s = config.deadlines.successor_s
         self.started = True
         self._fork()
 

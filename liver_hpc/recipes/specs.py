@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -117,17 +118,26 @@ def keep_spec(recipe: Recipe, run_directory: Path) -> None:
 
 
 def _key(recipe: Recipe) -> str:
-    config, train, source = recipe.config, recipe.config.train, ""
-    with suppress(OSError, TypeError):  # it has none
-        source = inspect.getsource(inspect.getmodule(type(recipe)) or type(recipe))
+    config, train = recipe.config, recipe.config.train
+    source, versions = code_of_spec(type(recipe))
     depends_on = (
         (config.recipe, source, config.model, sorted(map(str, config.layouts_listed))),
         (train.overlap_grad_reduce, train.bucket_elements, train.grad_reduce_in_bf16),
         config.optimizer.decoupled_lr is not None,
         _begins_with(config),
-        versions_of(_VERSIONS),
+        versions,
     )
     return hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()
+
+
+@cache
+def code_of_spec(recipe: type[Recipe]) -> tuple[str, dict[str, str]]:
+    """Source of a recipe's module, and versions. Once a process, and those that it forks have what
+    it has: what is imported stays, whatever is installed or edited later."""
+    source = ""
+    with suppress(OSError, TypeError):  # it has none
+        source = inspect.getsource(inspect.getmodule(recipe) or recipe)
+    return source, versions_of(_VERSIONS)
 
 
 def _begins_with(config: RunConfig) -> tuple[Any, ...]:

@@ -33,6 +33,8 @@ from liver_hpc.coordinator import hosting
 from liver_hpc.coordinator.connections import Control, Inbox
 from liver_hpc.coordinator.hosting import MOST_KILLED_IN_VAIN, HostedCoordinator, _told
 from liver_hpc.errors import LiverError
+from liver_hpc.recipes import specs
+from liver_hpc.recipes.base import load_recipe
 from liver_hpc.run.directory import RunDirectory, create_run_directory
 from liver_hpc.run.epoch import NotTakenOver, Superseded, claim_epoch, newest_epoch
 from liver_hpc.run.events import StopSignalled
@@ -636,6 +638,33 @@ def test_coordinators_that_follow_each_other_are_of_one_text(
     with pytest.raises(ImportError):
         hosted.start()
     assert (hosted.started, hosted._pid) == (False, 0)
+
+
+def test_they_are_of_one_recipe_also_where_it_was_edited_meanwhile(
+    coordinator: Coordinator, asked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And have the spec that workers train by."""
+    recipe = tmp_path / "edited.py"
+    recipe.write_text("from liver_hpc.recipes.gpt import GPT\n\nclass Mine(GPT): ...\n")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def ends(directory: Path) -> Outcome:
+        lives = sorted(directory.glob("life-*"))
+        key = specs._key(load_recipe(RunDirectory(directory).config()))
+        (directory / f"life-{len(lives)}").write_text(key)
+        if not lives:
+            recipe.write_text("class Mine(")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return Outcome("finished", "at last", 3)
+
+    coordinator(ends)
+    data = {"text": "python-stdlib"}
+    run = a_run(requeue=True, recipe="edited:Mine", recipe_directory=tmp_path, data=data)
+    try:
+        assert CoordinatorJob()(str(run.path)) == 0
+    finally:
+        sys.modules.pop("edited", None)
+    assert len({life.read_text() for life in run.path.glob("life-*")}) == 1
 
 
 def test_a_last_word_counts_though_a_handler_hears_the_end_before_it_is_read(asked: Path) -> None:
