@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.utils.serialization.config  # torch.save would as it first saves, when it may be gone
 from pydantic import BaseModel, ValidationError
 from torch.distributed.checkpoint import filesystem, metadata
 

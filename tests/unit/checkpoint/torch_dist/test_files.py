@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,16 @@ from liver_hpc.checkpoint.torch_dist.files import (
 from liver_hpc.errors import CheckpointError
 
 STATE = {"iteration": 7, "checkpoint_version": 3.0}
+WRITES = """
+import pathlib, sys, torch
+from liver_hpc.checkpoint.torch_dist.files import RankWriter, write_common, write_table, rank_lists
+path, before = pathlib.Path(sys.argv[1]), {*sys.modules}
+with RankWriter(path, 0) as file:
+    file.add_object("state", [torch.zeros(2)])
+write_table(path, rank_lists(path, 1))
+write_common(path, {})
+print({*sys.modules} - before)
+"""
 
 
 def written(path: Path, **objects: Any) -> Path:
@@ -49,3 +61,9 @@ def test_a_checkpoint_without_it_is_named(tmp_path: Path) -> None:
 def test_what_is_no_state_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp holds a float, wanted a dict"):
         common_of(written(tmp_path, common_state=1.5))
+
+
+def test_one_is_written_also_where_what_is_installed_has_gone(tmp_path: Path) -> None:
+    """Or is being replaced, hours after a worker has imported what it is made of."""
+    words = [sys.executable, "-c", WRITES, str(tmp_path)]
+    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == "set()\n"
