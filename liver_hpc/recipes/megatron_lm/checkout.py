@@ -40,8 +40,10 @@ def check(options: ScriptOptions) -> None:
 
 
 def check_imported(options: ScriptOptions) -> None:
-    """Raises ConfigError where this process has imported megatron.core from elsewhere."""
-    if core_release(options.checkout) is None:
+    """Raises ConfigError where this process has imported megatron.core from elsewhere, or from the
+    checkout as it was before another release was checked out there."""
+    mine = core_release(options.checkout)
+    if mine is None:
         return  # of which only megatron.training is wanted
     core = sys.modules.get("megatron.core")
     found = Path(str(getattr(core, "__file__", None))).resolve()
@@ -49,6 +51,11 @@ def check_imported(options: ScriptOptions) -> None:
         raise ConfigError(
             f"megatron.core was imported from {found.parent}, not from the checkout "
             f"{options.checkout}: it is to be first on Python's path"
+        )
+    if core is not None and _public(core.__version__) != mine:
+        raise ConfigError(
+            f"model.megatron_lm: {options.checkout} had megatron-core {core.__version__} when "
+            f"this process imported it, and has {mine} by now: check out what the run began with"
         )
 
 
