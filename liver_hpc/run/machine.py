@@ -204,7 +204,8 @@ class Run(Lifecycle):
         """One has ended that had not booted: it failed, unless it was told to."""
         if agent.end_by is None:
             self.agents.launch_failed((event.agent,), lost=(event.agent,))
-            self.standbys.failed(f"agent {event.agent} ended in boot: {event.said}")
+            why = f"agent {event.agent} ended in boot with exit code {event.exit_code}"
+            self.standbys.failed(f"{why}: {event.said}" if event.said else why)
 
     def _rendezvous_failed(self, event: e.RendezvousFailed) -> None:
         if self._state is STARTING:

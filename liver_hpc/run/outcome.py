@@ -87,10 +87,17 @@ def write_private_json(path: Path, data: dict[str, Any]) -> None:
     write_whole(path, json.dumps(data) + "\n", mode=0o600, sync=True)
 
 
+class _Log(logging.FileHandler):
+    """Lines that it cannot write are lost without a word: the journal says of a full disk."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        pass
+
+
 def open_log(path: Path, identity: Callable[[], str]) -> logging.Handler:
     """A handler for the package's log lines, each with the identity of the moment."""
     path.parent.mkdir(exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _Log(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s [%(identity)s] %(levelname)s %(message)s"))
 
     def add_identity(record: logging.LogRecord) -> bool:

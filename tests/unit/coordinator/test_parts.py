@@ -214,6 +214,18 @@ def test_log_lines_carry_the_identity_of_the_moment(tmp_path: Path) -> None:
     assert lines[1].endswith("[gen 1 BOOT] INFO two")
 
 
+def test_a_log_that_cannot_be_written_says_nothing_elsewhere(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Else each line would be a traceback in the job's output, for as long as the disk is full."""
+    handler = open_log(tmp_path / "logs" / "c.log", lambda: "gen 0")
+    handler.stream = Path("/dev/full").open("w", encoding="utf-8")  # type: ignore[attr-defined]
+    log = logging.Logger("test", logging.INFO)
+    log.addHandler(handler)
+    log.info("one")
+    assert capfd.readouterr() == ("", "")
+
+
 def test_the_control_address() -> None:
     assert control_address(NetworkSection(), "local") == "127.0.0.1"
     assert control_address(NetworkSection(interface="lo"), "slurm") == "127.0.0.1"
