@@ -90,7 +90,7 @@ def write_private_json(path: Path, data: dict[str, Any]) -> None:
 class _Log(logging.FileHandler):
     """Lines that it cannot write are lost without a word: the journal says of a full disk."""
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+    def handleError(self, record: logging.LogRecord) -> None:
         pass
 
 

@@ -218,8 +218,8 @@ def test_a_log_that_cannot_be_written_says_nothing_elsewhere(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Else each line would be a traceback in the job's output, for as long as the disk is full."""
-    handler = open_log(tmp_path / "logs" / "c.log", lambda: "gen 0")
-    handler.stream = Path("/dev/full").open("w", encoding="utf-8")  # type: ignore[attr-defined]
+    (tmp_path / "full.log").symlink_to("/dev/full")
+    handler = open_log(tmp_path / "full.log", lambda: "gen 0")
     log = logging.Logger("test", logging.INFO)
     log.addHandler(handler)
     log.info("one")
