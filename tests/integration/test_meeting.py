@@ -522,6 +522,7 @@ def test_why_mpi_cannot_be_loaded_is_told_on_both_sides(
     why = r"process \d+, has ended: MPI cannot be loaded \(.*libnone\.so.*\); pip install"
     with pytest.raises(MeetingError, match=f"the joiner, {why}"):
         mpi_place.join("a0")
+    (tmp_path / "other").mkdir()
     other = MpiRendezvous(tmp_path / "other", SECRET, MpiNetwork())
     other.start(coordinator.answer)
     with pytest.raises(MeetingError, match=f"the acceptor, {why}"):

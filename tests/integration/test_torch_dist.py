@@ -116,6 +116,7 @@ def test_megatrons_checkpoints_go_through_ours_bit_by_bit(
         for number, (case, _, _) in enumerate(chains):
             path = tmp_path / "job" / str(number)
             jobs.call("save", CALL_S, "save", case, str(path), STEP, samples, False, skipped)
+        (tmp_path / "ours").mkdir()
         for worker in run_workers(through, RANKS, tmp_path, chains, str(tmp_path), train):
             for scalars, differ, error in worker:
                 assert (differ, error) == ([], "")
