@@ -435,7 +435,7 @@ class Coordinator:
             self._removed = Deadline.after(self._clock, limit_s, "the run directory")
         elif self._removed.expired():
             self._removed = None
-            self._feed(e.StopSignalled(self._epoch.removed, checkpoint=True))
+            self._feed(e.StopSignalled(self._epoch.removed_text, checkpoint=True))
 
     def _look_at_the_silent(self) -> None:
         """A machine may vanish without closing its sockets."""

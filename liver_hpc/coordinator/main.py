@@ -196,7 +196,7 @@ def _run(directory: Path, build: Build, control: Control, stack: ExitStack) -> O
             return outcome
         with suppress(OSError):
             if epoch.is_removed():  # and with it what a start reads
-                why = f"{outcome.reason}; {epoch.removed}"
+                why = f"{outcome.reason}; {epoch.removed_text}"
                 return Outcome(Ending.FAILED, why, outcome.step)
         log.info("restarts after step %d: %s", outcome.step, outcome.reason)
         services, memory = watched(build(config, directory, secret)), coordinator.core.memory

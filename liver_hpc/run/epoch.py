@@ -72,7 +72,7 @@ class Epoch:
         return False
 
     @property
-    def removed(self) -> str:
+    def removed_text(self) -> str:
         """What a run ends for then."""
         return f"its directory was removed or moved: {self.path} is gone"
 

@@ -321,11 +321,11 @@ def test_a_run_whose_directory_comes_back_in_time_trains_on(
     make: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("liver_hpc.coordinator.loop.SHOWN_EVERY_S", 0.01)
-    run = make(deadlines={"coordinator_s": 0.6})
+    run = make(deadlines={"coordinator_s": 3.0})
     aside = run.directory.with_name("aside")
-    for _ in range(3):  # three times in a row more than the time
+    for _ in range(3):  # together longer than that
         run.directory.rename(aside)
-        time.sleep(0.3)
+        time.sleep(1.2)
         aside.rename(run.directory)
         time.sleep(0.1)
     assert run.status()["state"] == "training"
