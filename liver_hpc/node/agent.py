@@ -339,7 +339,7 @@ class Agent:
 
     def _stop(self, why: str, code: int) -> NoReturn:
         living = [w for launch in self._launches.values() for w in launch.workers.living()]
-        log.info("%s: ending workers %s", why, living)
+        log.info("%s: ending %s", why, ", ".join(living) or "no worker")
         sys.exit(code)
 
     def _awake(self) -> None:

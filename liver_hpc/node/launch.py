@@ -170,7 +170,7 @@ class Launch:
             return False
         limit_s, polite = self._deadline.limit_s, self.workers.polite.name
         for worker in living if limit_s else ():
-            log.warning("worker %d has not ended %g s after %s", worker, limit_s, polite)
+            log.warning("%s has not ended %g s after %s", worker, limit_s, polite)
         self.end(0.0)
         return True
 

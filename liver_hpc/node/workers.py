@@ -124,11 +124,13 @@ class NodeWorkers:
             self._workers.append(self._spawn(index, warm))
 
     def booting(self) -> list[int]:
-        """Those that have not booted yet, by their number on this node."""
+        """Those that have not booted yet, by their places in the launch."""
         return [worker.index for worker in self._workers if not worker.booted]
 
-    def living(self) -> list[int]:
-        return [worker.index for worker in self._workers if worker.process.exit_code() is None]
+    def living(self) -> list[str]:
+        """Their names: by id, once they have one."""
+        processes = (worker.process for worker in self._workers)
+        return [process.name for process in processes if process.exit_code() is None]
 
     def all_over(self) -> bool:
         """Whether the end of each was heard of: with an id, all that it said was relayed before."""
@@ -141,7 +143,7 @@ class NodeWorkers:
     def hand_out(self, answer: Answer) -> None:
         """Tells every worker its id and where the coordinator listens."""
         for worker, number in zip(self._workers, answer.worker_ids, strict=True):
-            worker.number = number
+            worker.number, worker.process.name = number, f"worker {number}"
             told = {"worker": number, "host": answer.control_host}
             self._write(worker, json.dumps(told).encode())
 
@@ -192,7 +194,7 @@ class NodeWorkers:
         plan = self._plan
         told = {"LIVER_LOCAL_RANK": str(plan.slots[index]), _LINE: str(line)}
         command = Command(
-            f"worker {index}",
+            f"worker {index} of agent {plan.launch}",
             plan.command,
             environment={**workers_environment(), **told},
             log=plan.log_of(index),
@@ -249,23 +251,24 @@ class NodeWorkers:
             return
         if worker.number is None:
             raise BootError(self._plan.launch, self._obituary(worker, "ended in boot"))
-        log.info("worker %d ended: %s", worker.index, worker.process.how())
+        log.info("%s ended: %s", worker.process.name, worker.process.how())
         self._end_what_is_left(worker)
         name = self._plan.log_of(worker.index).name
         self._report(worker.number, f"{worker.process.how()}; see logs/{name}")
 
     def _end_what_is_left(self, worker: _Worker) -> None:
         """Of what one had started itself, while its siblings go on."""
+        name = worker.process.name
 
         def end() -> None:
             try:
                 if killed := kill_left(worker.process.mark):
-                    log.info("worker %d had left processes %s: killed", worker.index, killed)
+                    log.info("%s had left processes %s: killed", name, killed)
             except DeadlineError as error:
-                log.error("worker %d: %s", worker.index, error)
+                log.error("%s: %s", name, error)
 
         try:
-            quiet_thread(end, f"left by worker {worker.index}")
+            quiet_thread(end, f"left by {name}")
         except LiverError as error:
             log.warning("%s: it is ended with the launch", error)
 
@@ -278,6 +281,6 @@ class NodeWorkers:
         with contextlib.suppress(DeadlineError):
             worker.process.wait(_REAP_S)
         return (
-            f"worker {worker.index} of agent {self._plan.launch} {what} ({worker.process.how()}); "
+            f"{worker.process.name} {what} ({worker.process.how()}); "
             f"see {self._plan.log_of(worker.index)}"
         )

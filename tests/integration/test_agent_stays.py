@@ -103,7 +103,7 @@ def test_one_launch_is_ended_by_order_and_killed_if_it_does_not_listen(
     run.coordinator.channels["a0"].send(ends)
     (ended,) = run.coordinator.wait_heard(LaunchEnded)
     assert (ended.launch, ended.exit_code) == ("a1", 0)
-    said = "worker 0 has not ended 1 s after SIGHUP"
+    said = "worker 5 has not ended 1 s after SIGHUP"
     assert (said in run.log("agent-a0")) == (not at_once)
     assert kept in run.alive()
     assert len(run.alive()) == 2

@@ -52,7 +52,7 @@ def test_an_agent_says_who_it_is_and_ends_its_workers_when_told(
     (hello,) = run.coordinator.said(AgentHello)
     assert hello == AgentHello(agent="a0", host=socket.gethostname(), pid=agent)
     assert end(run) == 0
-    assert "told to end: of no more use: ending workers [0, 1]" in run.log("agent-a0")
+    assert "told to end: of no more use: ending worker 4, worker 5" in run.log("agent-a0")
     assert run.alive() == []
     assert run.coordinator.said(WorkerEnded) == []
     wait_for(lambda: run.coordinator.gone == ["a0"], "the channel to end")
@@ -161,7 +161,7 @@ def test_a_worker_that_listens_to_nobody_is_killed(run: Run, options: tuple[str,
     at_work(run, "deaf", options)
     assert end(run) == 0
     polite = "SIGHUP" if options else "SIGTERM"
-    assert f"worker 0 has not ended 1 s after {polite}" in run.log("agent-a0")
+    assert f"worker 4 has not ended 1 s after {polite}" in run.log("agent-a0")
     assert run.alive() == []
 
 
@@ -180,7 +180,7 @@ def test_without_a_coordinator_the_agent_ends_and_all_its_workers(
     assert run.wait_ended(run.launchers[0]) == EXIT_COORDINATOR_GONE
     log = run.log("agent-a0")
     assert "the coordinator is gone: " in log
-    assert ": ending workers [0, 1]" in log
+    assert ": ending worker 4, worker 5" in log
     assert run.alive() == []
 
 

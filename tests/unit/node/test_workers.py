@@ -145,9 +145,9 @@ def test_what_a_lost_worker_had_started_ends_and_what_its_sibling_has_goes_on(
             watched.turn()
         deadline = Deadline.after(SystemClock(), 10.0, "the lost worker's helper to end")
         poll_until(lambda: not lives(lost), deadline, interval_s=0.01)
-        poll_until(lambda: "worker 0 had left processes" in caplog.text, deadline)
+        poll_until(lambda: "worker 7 had left processes" in caplog.text, deadline)
         assert lives(kept)
-        assert workers.living() == [1]
+        assert workers.living() == ["worker 8"]
     finally:
         workers.end(0.0)
         watched.selector.close()
@@ -164,5 +164,5 @@ def test_where_no_thread_can_end_what_a_lost_worker_had_started_the_launch_goes_
         workers.hand_out(Answer(worker_ids=(7,), control_host="127.0.0.1", control_port=1))
         while not workers.all_over():
             watched.turn()
-    assert "left by worker 0: can't start new thread" in caplog.text
+    assert "left by worker 7: can't start new thread" in caplog.text
     assert watched.heard[-1] == (7, "exit code 0; see logs/worker-a0-0.log")
