@@ -86,7 +86,7 @@ def status_text(status: StatusSnapshot) -> str:
         ("observed", _observed_text(status)),
         ("checkpoint", _checkpoint_text(status)),
         ("last event", status.last_event),
-        ("metrics", status.metrics_error),
+        ("journal", status.journal_error),
     ):
         if text:
             lines.append(f"{name}: {text}")
@@ -97,7 +97,7 @@ class PlainLines:
     """What is new in each snapshot, in lines: a step now and then, and whatever has changed."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, str] = {("metrics", ""): ""}
+        self._known: dict[Hashable, str] = {("journal", ""): ""}
         self._told_step = -1
 
     def of(self, status: StatusSnapshot) -> Iterator[str]:
@@ -123,7 +123,7 @@ def _facts(status: StatusSnapshot) -> Iterator[tuple[Hashable, str]]:
         yield ("queued", request), f"queued: {request}"
     if (handoff := status.handoff) is not None:
         yield (handoff.generation, handoff.phase), _handoff_text(handoff, status.now_s)
-    yield ("metrics", status.metrics_error), f"metrics: {status.metrics_error or 'written again'}"
+    yield ("journal", status.journal_error), f"journal: {status.journal_error or 'written again'}"
 
 
 def _moved_text(handoff: HandoffStatus) -> str:
@@ -201,7 +201,7 @@ def view(status: StatusSnapshot) -> RenderableType:
         ("event", " ".join(status.last_event.split())),
     ):
         lines.add_row(name, Text(line) if isinstance(line, str) else line)
-    for name, error in (("checkpoint", status.checkpoint_error), ("metrics", status.metrics_error)):
+    for name, error in (("checkpoint", status.checkpoint_error), ("journal", status.journal_error)):
         if error:
             lines.add_row(Text(name, "bold red"), Text(" ".join(error.split()), "red"))
     state = Text(status.state, _STATE_STYLES.get(status.state, ""))

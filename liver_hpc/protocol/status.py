@@ -43,7 +43,7 @@ class StatusSnapshot(BaseModel):
     queued: tuple[str, ...]
     handoff: HandoffStatus | None
     last_event: str
-    metrics_error: str
+    journal_error: str
     now_s: float
     nodes: tuple[str, ...] = ()
     transports: tuple[str, ...] = ()

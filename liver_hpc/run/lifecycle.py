@@ -574,7 +574,7 @@ class Lifecycle:
             return None
         return took_s * (steps_between(train, last.step, train.last_step(last.step)) - 1)
 
-    def snapshot(self, now_s: float, last_event: str, metrics_error: str) -> StatusSnapshot:
+    def snapshot(self, now_s: float, last_event: str, journal_error: str) -> StatusSnapshot:
         """The run at one moment, for people; `last_event` is the newest note."""
         recorder, last = self.recorder, self.recorder.last_step
         evaluation = recorder.last_evaluation
@@ -602,7 +602,7 @@ class Lifecycle:
             queued=tuple(map(str, self.elastic.queue.not_granted)),
             handoff=self.handoffs.status(),
             last_event=last_event,
-            metrics_error=metrics_error,
+            journal_error=journal_error,
             checkpointed=self._checkpointed[0] if self._checkpointed else None,
             checkpoint_error=self._checkpoint_failure,
             now_s=now_s,

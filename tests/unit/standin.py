@@ -53,7 +53,7 @@ def snapshot(run: str) -> StatusSnapshot:
         queued=(),
         handoff=None,
         last_event="handoff done",
-        metrics_error="",
+        journal_error="",
         now_s=1.0,
     )
 

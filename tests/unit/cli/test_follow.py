@@ -42,7 +42,7 @@ def status(**changes: Any) -> StatusSnapshot:
         "queued": (),
         "handoff": None,
         "last_event": "generation 3: completed",
-        "metrics_error": "",
+        "journal_error": "",
         "now_s": 1000.0,
     }
     return StatusSnapshot(**values | changes)
@@ -208,7 +208,7 @@ def test_a_bar_keeps_its_length_while_figures_change() -> None:
     assert len(lengths) == 1
 
 
-@pytest.mark.parametrize("error", ["metrics_error", "checkpoint_error"])
+@pytest.mark.parametrize("error", ["journal_error", "checkpoint_error"])
 def test_the_view_tells_what_cannot_be_written(error: str) -> None:
     assert "the disk is full" in "\n".join(lines_of(status(**{error: "the disk is full"}), 80))
 
@@ -261,7 +261,7 @@ def new_lines(*snapshots: StatusSnapshot) -> list[str]:
 
 
 def test_what_has_not_changed_is_not_said_again() -> None:
-    busy = status(handoff=handoff(), queued=("replace worker 3",), metrics_error="full")
+    busy = status(handoff=handoff(), queued=("replace worker 3",), journal_error="full")
     assert new_lines(busy, busy) == []
 
 
@@ -284,8 +284,8 @@ def test_the_last_step_is_told_once() -> None:
         (status(), status(state="stopping"), "run demo-1: stopping"),
         (status(), status(last_event="worker 3 has ended"), "event: worker 3 has ended"),
         (status(), status(queued=("replace worker 3",)), "queued: replace worker 3"),
-        (status(), status(metrics_error="full"), "metrics: full"),
-        (status(metrics_error="full"), status(), "metrics: written again"),
+        (status(), status(journal_error="full"), "journal: full"),
+        (status(journal_error="full"), status(), "journal: written again"),
         (
             status(),
             status(validation_loss=2.71828, evaluated=40),

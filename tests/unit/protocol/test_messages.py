@@ -45,7 +45,7 @@ def snapshot(loss: float) -> StatusSnapshot:
     return StatusSnapshot(
         run="r", state="training", step=8, steps=9, loss=loss, grad_norm=loss, tokens_per_s=1.0,
         step_s=0.5, generation=1, layout="tp1 pp1 dp1", workers=(0,), handoffs_done=0,
-        handoffs_aborted=0, queued=(), handoff=None, last_event="", metrics_error="", now_s=1.0,
+        handoffs_aborted=0, queued=(), handoff=None, last_event="", journal_error="", now_s=1.0,
     )  # fmt: skip
 
 
