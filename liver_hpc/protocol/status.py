@@ -28,7 +28,7 @@ class StatusSnapshot(BaseModel):
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
 
     run: str
-    state: str  # "starting", "training", "stopping", "finished", "failed"
+    state: str  # of `RunState`; once the run has ended, of `Ending`
     step: int
     steps: int
     loss: float | None

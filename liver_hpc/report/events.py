@@ -67,8 +67,8 @@ def _of_action(action: Mapping[str, Any], entry: Entry, step: int) -> Iterator[R
         if not (told or action["text"].startswith(WOULD_HAVE) or NAMED in action["text"]):
             yield RunEvent(entry.at_s, step, "note", action["text"])
     elif kind == "answer":
-        answer = "done" if action["ok"] else "refused"
-        yield RunEvent(entry.at_s, step, "note", f"operator: {answer}: {action['text']}")
+        answer = "" if action["ok"] else "refused: "
+        yield RunEvent(entry.at_s, step, "note", f"told the operator: {answer}{action['text']}")
     yield from recorded(action, entry.at_s, step)
 
 
@@ -99,9 +99,12 @@ def _took_over(event: Mapping[str, Any]) -> str:
 
 
 def _asked(event: Mapping[str, Any]) -> str:
+    """As the command has it, without what it left out; worker 0 is one."""
     request = event["request"]
-    given = [f"{name}={value}" for name, value in request.items() if value and name != "type"]
-    return f"operator asks: {' '.join([request['type'], *given])}"
+    given = {"worker" if name == "replace" else name: value for name, value in request.items()}
+    command = given.pop("type").removesuffix("_run")
+    said = [f"{k}={v}" for k, v in given.items() if v is not None and v is not False]
+    return f"operator asks: {' '.join([command, *said])}"
 
 
 def _written(event: Mapping[str, Any]) -> str:

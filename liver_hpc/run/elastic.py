@@ -168,7 +168,8 @@ class ElasticPolicy:
         if node.name in self.drained:  # it is not used again, whoever grants it
             self.drained[node.name] = None
             self.warned(NodeWarned(node.name, OPERATOR, now_s))
-        self._out.append(a.Note(f"node granted: {node.name} ({node.allocation})"))
+        if node.name:  # else it is this machine, which nobody grants
+            self._out.append(a.Note(f"node granted: {node.name} ({node.allocation})"))
         leaves = self.nodes[node.name].warning is not None
         if self._config.workers.warm and node.automatic and not (at_start or leaves):
             self._agents.start(node.name)  # it imports while it is decided what becomes of the node

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from liver_hpc.protocol.messages import DrainRequest
+from liver_hpc.protocol.messages import DrainRequest, ReplaceRequest, StopRequest
 from liver_hpc.report.events import RunEvent, events_of
 from liver_hpc.run.codec import encode
 from liver_hpc.run.entries import Entry
@@ -60,6 +60,8 @@ def test_steps_alone_are_no_lines() -> None:
             encode(OperatorAsked(0, DrainRequest(node="n2", within_s=30.0))),
             "operator asks: drain node=n2 within_s=30.0",
         ),
+        (encode(OperatorAsked(1, ReplaceRequest(replace=0))), "operator asks: replace worker=0"),
+        (encode(OperatorAsked(2, StopRequest())), "operator asks: stop"),
         (
             encode(CheckpointWritten(30, "/c/iter_30", 2**20, 1.5, 3 * 2**20)),
             "checkpoint of step 30: 3.0 MiB in 1.5 s, /c/iter_30",
@@ -82,7 +84,9 @@ def test_a_checkpoint_is_told_once() -> None:
     assert found.kind == "checkpoint"
 
 
-@pytest.mark.parametrize(("ok", "said"), [(True, "done: queued"), (False, "refused: queued")])
+@pytest.mark.parametrize(
+    ("ok", "said"), [(True, "told the operator: queued"), (False, ": refused: queued")]
+)
 def test_what_an_operator_was_told(ok: bool, said: str) -> None:
     assert text_of({"type": "any"}, {"type": "answer", "ok": ok, "text": "queued"}).endswith(said)
 

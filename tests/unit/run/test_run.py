@@ -22,7 +22,7 @@ from tests.unit.run.choices import Choices
 from tests.unit.run.play import Play
 from tests.unit.run.remembered import remembered
 from tests.unit.run.replay import differences
-from tests.unit.run.scenes import LONGEST_WAIT_S, POLICY, SCENES, burst
+from tests.unit.run.scenes import LONGEST_WAIT_S, POLICY, SCENES, Scene, burst
 
 
 def in_boot(scene: object = TWO_NODES) -> Play:
@@ -41,6 +41,13 @@ def test_a_tick_that_does_nothing_leaves_no_trace() -> None:
     play.now_s += 0.1
     assert play.run.handle(e.Tick(), play.now_s) == []
     assert remembered(play.run) == before
+
+
+@pytest.mark.parametrize(("scene", "granted"), [(TWO_NODES, 2), (MACHINE, 0)])
+def test_nodes_are_told_by_name_and_a_machine_alone_is_not(scene: Scene, granted: int) -> None:
+    actions = [each for _, _, decided in training(scene).entries for each in decided]
+    notes = [each.text for each in actions if isinstance(each, a.Note)]
+    assert sum(text.startswith("node granted: ") for text in notes) == granted
 
 
 def test_a_run_that_has_ended_ends_no_handoff_any_more() -> None:
