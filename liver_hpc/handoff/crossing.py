@@ -89,7 +89,8 @@ class Crossing:
         self._last_progress_s = -PROGRESS_INTERVAL_S
 
     def run(self, boundary: m.AtBoundary | None) -> Crossed:
-        """Crosses, or raises HandoffAborted with the source world untouched.
+        """Crosses, or raises HandoffAborted with the source world untouched, WorldHalted where that
+        is to be let go, or DeadlineError.
 
         Collective over source and target workers. boundary: where the source world stopped, which
         the coordinator is told; None on a joiner, which is told by the coordinator.

@@ -71,7 +71,7 @@ def slabs(tensor: TensorSpec, tp: int, tp_rank: int) -> tuple[Slab, ...]:
 
 
 def interval_boxes(start: int, end: int, cols: int) -> tuple[Box, ...]:
-    """A flat row-major interval [start, end) of a matrix with `cols` columns, as 1 to 3 boxes."""
+    """A flat row-major interval [start, end) of a matrix with `cols` columns, as 0 to 3 boxes."""
     row0, col0 = divmod(start, cols)
     row1, col1 = divmod(end, cols)
     whole = row0 + (col0 > 0)

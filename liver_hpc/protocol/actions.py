@@ -38,10 +38,10 @@ class Keep:
 
 @dataclass(frozen=True)
 class Ended:
-    """The attempt is over; `world` trains from here on.
+    """The attempt is over; `world` trains from here on, or is lost where it has failed.
 
-    `detail` is empty for a completed handoff, else what went wrong. "failed": state that nobody
-    else holds is gone, and the run cannot go on.
+    `detail` is empty for a completed handoff, else what went wrong. "failed": a recovery, or a
+    start from the newest checkpoint, has to follow.
     """
 
     generation: int

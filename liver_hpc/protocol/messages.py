@@ -501,15 +501,15 @@ class Abort(_OfWorld, type="abort"):
 
 
 class Resume(_OfWorld, type="resume"):
-    """All source workers have aborted: train on from the boundary. With `rebuild`, build the
-    source layout anew under this (fresh) generation from the state that is still held."""
+    """All source workers have aborted: train on from the boundary. With `rebuild_generation`,
+    build the source layout anew, under that number, from the state that is still held."""
 
     rebuild_generation: int | None = None
 
 
 class Exit(Message, type="exit"):
-    """End this process: leaver after COMMIT, joiner after ABORT, everybody at the end; an agent's,
-    once it has ended its workers."""
+    """End this process: a leaver's after COMMIT, that of a joiner who may be at fault after ABORT,
+    everybody's at the end; an agent's, once it has ended its workers."""
 
     reason: str
 
