@@ -316,7 +316,9 @@ class Agent:
                 process = psutil.Process(warm.pid)
                 used, resident = process.cpu_times(), process.memory_info().rss
                 cpu_s = used.user + used.system
-                log.info("the warm process stands: %.1f CPU s, %d MB", cpu_s, resident // 2**20)
+                log.info(
+                    "the warm process has imported: %.1f CPU s, %d MB", cpu_s, resident // 2**20
+                )
         if not was_ready:
             self._start_waiting()
 
@@ -391,7 +393,7 @@ class Agent:
         line = self._line
         try:
             line.open(address)
-            log.info("the channel stands")
+            log.info("connected to the coordinator")
             self._tell_loop("", line.receive())
             while not line.is_told_to_go:
                 self._tell_loop("", line.receive())

@@ -34,7 +34,7 @@ def at_work(run: Run, then: str, options: tuple[str, ...] = ("--warnings",)) -> 
     run.coordinator.wait_heard(AgentHello)
     (agent,) = run.agents()
     # A hello that was heard here is not yet known as sent there.
-    wait_for(lambda: "channel stands" in run.log("agent-a0"), "the channel to stand")
+    wait_for(lambda: "connected to the coordinator" in run.log("agent-a0"), "the channel to stand")
     return agent
 
 

@@ -144,7 +144,7 @@ class MpiRendezvous(Rendezvous):
                     met = acceptor.meet(joiner, answer)
                     is_of_use = acceptor.num_met < MOST_MEETINGS
                     if met is not None:
-                        _log.info("agent %s has been met", met.agent)
+                        _log.info("agent %s has met the coordinator", met.agent)
                 except (MpiEnded, ChannelClosed, DeadlineError) as error:
                     _log.warning("a meeting broke off: %s", error)
                 finally:
