@@ -1,4 +1,5 @@
-"""The map in docs/explanation/architecture.md, held against the code; and the README's length."""
+"""The map in docs/explanation/architecture.md, held against the code; and the README's length and
+figures."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ README_WORDS = 700
 Named = list[tuple[str, list[str]]]
 
 
-def section(title: str) -> str:
+def section(title: str, page: str = MAP) -> str:
     """From a heading to the next one of the same or a higher level."""
-    level, _, rest = MAP.partition(f" {title}\n")
+    level, _, rest = page.partition(f" {title}\n")
     marks = level.rpartition("\n")[2]
     assert marks, f"no heading {title!r}"
     return re.split(rf"^#{{1,{len(marks)}}} ", rest, flags=re.MULTILINE)[0]
@@ -101,3 +102,21 @@ def test_every_room_is_told_of() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= README_WORDS
+
+
+def test_the_readme_has_the_figures_of_the_page_that_it_names() -> None:
+    """Of each column of its table the least and the largest, to two digits."""
+    page = (ROOT / "docs" / "explanation" / "performance.md").read_text(encoding="utf-8")
+    table = rows(section("Handoffs against restarts", page).partition("###")[0])
+    cells = [[*row[2:6], *row[8].split(" / ")] for row in table]
+    cost, lost, steps, restart, live, anew = (
+        f"{min(column):.2g} to {max(column):.2g}"
+        for column in zip(*([float(cell) for cell in row] for row in cells), strict=True)
+    )
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    for told in (
+        f"was {cost} s; a restart lost {restart} s.",
+        f"Lost time alone was {lost} s ({steps} of a step).",
+        f"{live} s after the notice, by a restart after {anew} s.",
+    ):
+        assert told in readme
