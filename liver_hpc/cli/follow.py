@@ -23,7 +23,7 @@ from liver_hpc.report.wording import (
     number_text,
 )
 
-FINAL_STATES = ("finished", "failed")
+FINAL_STATES = ("finished", "stopped", "failed")
 STEPS_A_LINE = 10
 LABEL_COLUMNS = 9
 BESIDE_BAR_COLUMNS = 28
