@@ -201,6 +201,7 @@ def transformer_engine_is_here() -> bool:
 
 def seed_dropout(seed: int, tp_rank: int, sequence_parallel: bool = False) -> None:
     """Seeds the device's generator and megatron's tensor-parallel stream, except in a rehearsal.
+    And the host's generator, from which a model may draw where the device is a GPU, too.
 
     sequence_parallel: megatron is in a `fork` of that stream around all layers, so it stays there.
     """
@@ -209,6 +210,7 @@ def seed_dropout(seed: int, tp_rank: int, sequence_parallel: bool = False) -> No
     ranks = dict.fromkeys(_SEEDING_RANKS, 0) | {"tp_rank": tp_rank}
     tracker = _tracker()
     forked = tracker._current_state_name
+    torch.default_generator.manual_seed(seed)
     megatron_random.model_parallel_cuda_manual_seed(seed, **ranks)
     if sequence_parallel:
         name = megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME

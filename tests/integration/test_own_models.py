@@ -916,8 +916,23 @@ def diffusing(again: bool = False) -> Any:
     return recipe
 
 
-def test_what_a_loss_draws_before_the_model_goes_forward_is_of_its_samples(device: Any) -> None:
-    """Else of those before: tensor-parallel ranks would draw apart after a handoff."""
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_what_a_loss_draws_before_the_model_goes_forward_is_of_its_samples(
+    on_gpu: bool, device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else of those before: tensor-parallel ranks would draw apart after a handoff. on_gpu: where
+    Megatron seeds the device's streams, and the loss draws from the host's."""
+    from liver_hpc.world.megatron import megatron_random
+
+    plain = megatron_random.model_parallel_cuda_manual_seed
+
+    def seed_device(*given: Any, **named: Any) -> None:
+        host = torch.get_rng_state()
+        plain(*given, **named)
+        torch.set_rng_state(host)
+
+    if on_gpu:
+        monkeypatch.setattr(megatron_random, "model_parallel_cuda_manual_seed", seed_device)
     recipe = diffusing()
     world = build_world(recipe, device)
     world.state.initialize(recipe.initial, seed=3)
