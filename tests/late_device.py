@@ -11,7 +11,7 @@ holds up the caller's lane, not its host; a communicator comes to be when all me
 when it is aborted its work ends undone; messages that a thread starts together are a group, and
 what it launches while one is open counts as done and never runs. With `queues=1`, as with
 CUDA_DEVICE_MAX_CONNECTIONS=1, work of any lane of a device begins only after all that was launched
-before it has begun.
+before it has begun. A thread has the first GPU until it enters its worker's (`Device.enter`).
 """
 
 from __future__ import annotations
@@ -241,6 +241,9 @@ class LateDevice(Device):
     def late(self) -> bool:
         return True
 
+    def enter(self) -> None:
+        self.here.entered = True
+
     def has_work(self) -> bool:
         last = self.training.last
         return last is not None and not last.done
@@ -274,6 +277,9 @@ class LateDevice(Device):
         **steps: Any,
     ) -> Work:
         """Puts work on a lane, the calling thread's own unless told."""
+        thread = threading.current_thread()
+        if thread is not threading.main_thread() and not hasattr(self.here, "entered"):
+            raise RuntimeError(f"thread {thread.name!r} has the first GPU")
         lane = lane or self.own_lane()
         before = [work for work in (lane.last, *after) if work is not None]
         work = Work(what, before, end=end, **steps)

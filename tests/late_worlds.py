@@ -317,6 +317,7 @@ class LateRun:
 
         def train() -> None:
             try:
+                seat.device.enter()
                 with seat.device.training.entered():
                     enter(seat.trainer)
                     seat.trainer.train()

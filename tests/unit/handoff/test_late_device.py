@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
-from liver_hpc.errors import DeadlineError, TransferError
+from liver_hpc.errors import DeadlineError, LiverError, TransferError
 from liver_hpc.handoff import prepare
 from liver_hpc.handoff.beside import Beside
 from liver_hpc.handoff.crossing import Crossing
@@ -183,6 +183,7 @@ def connect_beside_training(machines: Machines) -> tuple[list[Exception], list[b
     trained = [False, False]
 
     def connect(worker: int) -> None:
+        devices[worker].enter()
         prefix = dist.PrefixStore("connect", store)
         try:
             networks[worker].open_backend(prefix, worker, 2, 0.5, "workers 0-1")
@@ -190,6 +191,7 @@ def connect_beside_training(machines: Machines) -> tuple[list[Exception], list[b
             errors.append(error)
 
     def work(worker: int) -> None:
+        devices[worker].enter()
         prefix = dist.PrefixStore("train", store)
         training = networks[worker]._new_nccl(prefix, worker, 2, timedelta())
         training.join()
@@ -292,7 +294,9 @@ def test_a_group_connects_the_pairs_that_exchange_messages(
     networks = {worker: LateNetwork(LateDevice(machines, worker)) for worker in members}
 
     def connect(worker: int) -> None:
-        group = LateGroup("stages", members, worker, networks[worker]._device)
+        device = networks[worker]._device
+        device.enter()
+        group = LateGroup("stages", members, worker, device)
         told(group)
         group.connect(networks[worker], store, 10.0)
 
@@ -470,6 +474,24 @@ def test_a_thread_whose_messages_were_aborted_in_their_launch_connects_afterward
     with pytest.raises(TransferError, match="the group has failed"):
         crossing.launch([wire.Parcel(1, 0, torch.zeros(16, dtype=torch.uint8), True)])
     network.open_backend(dist.HashStore(), 0, 1, 10.0)
+
+
+@pytest.mark.parametrize("enters", [True, False])
+@pytest.mark.parametrize("of", [Network, Beside])
+def test_a_thread_of_ours_has_its_workers_gpu(
+    of: type, enters: bool, machines: Machines, without: Any
+) -> None:
+    """Which torch keeps for each thread."""
+    if not enters:
+        without(of, "_connect" if of is Network else "run", "self._device.enter()", "pass")
+    device = LateDevice(machines, 3)
+    fails = pytest.raises((RuntimeError, LiverError), match="has the first GPU")
+    with contextlib.nullcontext() if enters else fails:
+        if of is Network:
+            LateNetwork(device).open_backend(dist.HashStore(), 0, 1, 10.0)
+        else:
+            soon = Deadline.after(SystemClock(), 10.0, "it")
+            Beside("beside", lambda: device.launch("work"), device).outcome(soon)
 
 
 # ---- NCCL fails
