@@ -34,8 +34,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from liver_hpc.clock import Deadline
 from liver_hpc.transport.lane import Lane
 from liver_hpc.transport.streams import Streams
-from liver_hpc.world.device import Device, Network, Room
+from liver_hpc.world.device import Device, Room
 from liver_hpc.world.groups import Group
+from liver_hpc.world.network import Network
 from tests.nccl_groups import NcclGroups
 
 INIT_S = 10.0

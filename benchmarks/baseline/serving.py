@@ -36,7 +36,8 @@ from liver_hpc.layout.tensors import PARAMETER
 from liver_hpc.protocol.messages import ClassDigest
 from liver_hpc.recipes.specs import load_run_recipe
 from liver_hpc.world import megatron
-from liver_hpc.world.device import Device, Network
+from liver_hpc.world.device import Device
+from liver_hpc.world.network import Network
 from liver_hpc.world.steps import Flags, StepResult
 from liver_hpc.world.world import World
 

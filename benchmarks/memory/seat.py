@@ -23,8 +23,9 @@ from liver_hpc.snapshot.keeping import Snapshots
 from liver_hpc.world import megatron
 from liver_hpc.world.context import WorkerContext
 from liver_hpc.world.derive import Derivation
-from liver_hpc.world.device import Device, Network
+from liver_hpc.world.device import Device
 from liver_hpc.world.groups import install_sentinel
+from liver_hpc.world.network import Network
 from liver_hpc.world.steps import Flags
 from liver_hpc.world.world import World
 

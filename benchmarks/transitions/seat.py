@@ -24,8 +24,9 @@ from liver_hpc.transport.stream import Transport
 from liver_hpc.transport.wire import group_wire
 from liver_hpc.world import megatron
 from liver_hpc.world.derive import Derivation
-from liver_hpc.world.device import Device, Network
+from liver_hpc.world.device import Device
 from liver_hpc.world.groups import Group, install_sentinel
+from liver_hpc.world.network import Network
 from liver_hpc.world.steps import Flags
 from liver_hpc.world.world import World
 

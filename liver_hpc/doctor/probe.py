@@ -253,7 +253,8 @@ def measure(node: Node, rank_0: str, backend: str, at: tuple[str, int], within_s
     """Bandwidth from `rank_0` to the other node, and by which transport."""
     import torch
 
-    from liver_hpc.world.device import Device, Network, open_device
+    from liver_hpc.world.device import Device, open_device
+    from liver_hpc.world.network import Network
 
     with tempfile.TemporaryDirectory(prefix="doctor-") as directory:
         log = Path(directory) / "nccl.log"

@@ -18,7 +18,7 @@ from liver_hpc.layout.snapshots import partners
 from liver_hpc.protocol.messages import HeldSnapshot
 from liver_hpc.snapshot.memory import Snapshot
 from liver_hpc.transport.wire import GlooWire, Parcel
-from liver_hpc.world.device import Network
+from liver_hpc.world.network import Network
 from liver_hpc.world.store import ControlStore
 
 _HOST = torch.device("cpu")

@@ -29,8 +29,9 @@ from liver_hpc.worker.trainer import Trainer
 from liver_hpc.world import draws, megatron, rehearsed
 from liver_hpc.world.code import code_of
 from liver_hpc.world.context import FAILURES, WorkerContext
-from liver_hpc.world.device import Device, Network
+from liver_hpc.world.device import Device
 from liver_hpc.world.groups import install_sentinel
+from liver_hpc.world.network import Network
 from liver_hpc.world.store import ControlStore
 from liver_hpc.world.world import World
 

@@ -143,7 +143,8 @@ def main() -> int:
     warnings.simplefilter("ignore")
     config = load_run(options.run)
     put_first_on_path(config)
-    from liver_hpc.world.device import Network, open_device
+    from liver_hpc.world.device import open_device
+    from liver_hpc.world.network import Network
 
     device = open_device(0)  # before megatron is imported: it brings the stand-in for CUDA
 

@@ -11,7 +11,8 @@ from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import MODELS_ERRORS
 from liver_hpc.protocol.messages import FromWorker
 from liver_hpc.recipes.base import Recipe
-from liver_hpc.world.device import Device, Network
+from liver_hpc.world.device import Device
+from liver_hpc.world.network import Network
 from liver_hpc.world.store import ControlStore
 
 FAILURES = (*MODELS_ERRORS, MemoryError)

@@ -28,7 +28,8 @@ from liver_hpc.host.process import all_at_once
 from liver_hpc.layout.coordinates import ids_text
 from liver_hpc.transport import gloo_sockets, gloo_waits
 from liver_hpc.transport.wire import end_batch, group_wire
-from liver_hpc.world.device import Device, Network
+from liver_hpc.world.device import Device
+from liver_hpc.world.network import Network
 
 # Any: torch's stubs know few of these names, and some wrongly.
 dist: Any = importlib.import_module("torch.distributed")

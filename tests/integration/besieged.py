@@ -13,7 +13,7 @@ OPEN_S = 1.0
 
 class BesiegedGPT(RandomTokenGPT):
     def build(self, context: BuildContext) -> Any:
-        from liver_hpc.world.device import Network
+        from liver_hpc.world.network import Network
 
         plain = Network._new_gloo_devices
         if plain.__name__ != "slowly":

@@ -69,7 +69,8 @@ def _open(store_path: str, worker: int) -> WorkerProcess:
     """Makes the calling process a worker."""
     import torch.distributed as dist
 
-    from liver_hpc.world.device import Network, open_device
+    from liver_hpc.world.device import open_device
+    from liver_hpc.world.network import Network
 
     device = open_device(worker)  # before megatron is imported, as in a worker
     from liver_hpc.world import megatron

@@ -26,9 +26,10 @@ from liver_hpc.protocol import messages as m
 from liver_hpc.transport import wire
 from liver_hpc.worker.trainer import Trainer
 from liver_hpc.world import rehearsed
-from liver_hpc.world.device import Device, Network, Room
+from liver_hpc.world.device import Device, Room
 from liver_hpc.world.groups import GroupBook
 from liver_hpc.world.memoryless import Memoryless
+from liver_hpc.world.network import Network
 from tests.late_device import LateBackend, LateDevice, LateGroup, LateNetwork, Machines
 from tests.late_worlds import ANSWER_S, LIMITS, STAGING_BYTES, LateRun, LateWorld, late_worlds
 from tests.unit.layout.models import TIED

@@ -17,7 +17,8 @@ from liver_hpc.layout.snapshots import partners
 from liver_hpc.snapshot import exchange as exchange_module
 from liver_hpc.snapshot.exchange import Exchange, in_order
 from liver_hpc.snapshot.memory import Snapshot
-from liver_hpc.world.device import Device, Network
+from liver_hpc.world.device import Device
+from liver_hpc.world.network import Network
 from tests.unit.layout.models import TIED
 from tests.unit.snapshot.states import CPU, SCALARS, filled, share_of
 

@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from liver_hpc.errors import LiverError, TransferError
 from liver_hpc.transport import gloo_sockets
-from liver_hpc.world.device import Device, Network
+from liver_hpc.world.device import Device
+from liver_hpc.world.network import Network
 from tests.unit.world.test_groups import in_two_threads
 
 CPU = Device(torch.device("cpu"))

@@ -19,8 +19,9 @@ from torch.distributed import distributed_c10d as c10d
 from liver_hpc.host.interfaces import address_towards
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.world import groups as its
-from liver_hpc.world.device import Device, Network
+from liver_hpc.world.device import Device
 from liver_hpc.world.groups import Group, GroupBook, _ending_its_batch, install_sentinel
+from liver_hpc.world.network import Network
 from tests.nccl_groups import NcclGroups
 
 CPU = Device(torch.device("cpu"))
