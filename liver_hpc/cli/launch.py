@@ -17,7 +17,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -316,11 +316,13 @@ def _new_run(config: RunConfig, kind: str, job: OwnJob | None) -> RunDirectory:
 # ---- a job's signals
 
 
-def _wait_for_the_end(hosted: HostedCoordinator, run: RunDirectory) -> None:
+def _wait_for_the_end(
+    hosted: HostedCoordinator, run: RunDirectory, leaves: Callable[[], bool] = lambda: False
+) -> None:
     """Of a run. The hosted coordinator may stand still, and is killed then, so that another one
     takes over before agents give up. Where another process's coordinator has the run, that one may
     be killed, too: once it has not answered for so long that it is gone, the hosted one takes
-    over."""
+    over, unless it `leaves` the run to others."""
     clock, gone, limits = SystemClock(), None, run.config().deadlines
     turns, silent = 0, 0  # rounds, as this process may be suspended, too
     while not hosted.wait(_ASK_EVERY_S):
@@ -339,6 +341,8 @@ def _wait_for_the_end(hosted: HostedCoordinator, run: RunDirectory) -> None:
         elif gone is None:  # it takes the run over: it reads the journal, and waits for agents
             longest_s = limits.successor_s + replay_limit_s(run.path)
             gone = Deadline.after(clock, longest_s, "its coordinator")
+        elif gone.expired() and leaves():
+            gone = None
         elif gone.expired():
             print("the other coordinator does not answer: takes over", file=sys.stderr, flush=True)
             hosted.take_over()
@@ -387,7 +391,7 @@ class JobSignals:
             self._hear(number, None)
         with contextlib.suppress(_TimeIsUp):
             hosted.start()
-            _wait_for_the_end(hosted, run)
+            _wait_for_the_end(hosted, run, leaves=self._is_queued_again)
         if self._time_is_up:
             return hosted.outcome
         if hosted.outcome is None:
@@ -395,7 +399,8 @@ class JobSignals:
         if self.job is not None and hosted.outcome.goes_on(config) and not self._is_cancelled:
             requeue(self._slurm, self.job.array_task or self.job.job_id)
             return None
-        if self.job is not None and self._is_queued_again(self.job, hosted.outcome):
+        ends = self._is_cancelled or hosted.outcome.reason.startswith(signal.SIGTERM.name)
+        if ends and self._is_queued_again():
             with contextlib.suppress(OSError):  # a full disk: the next start goes on all the same
                 replace(hosted.outcome, state=REQUEUE).write(run.path)
             return None
@@ -403,14 +408,13 @@ class JobSignals:
             self._keep_ended(self.job)
         return hosted.outcome
 
-    def _is_queued_again(self, job: OwnJob, outcome: Outcome) -> bool:
+    def _is_queued_again(self) -> bool:
         """By somebody else, as by `scontrol requeue`, or by Slurm, where a node is lost or a
-        preempted job has no grace time: the batch script is signalled as that of a cancelled job.
-        """
-        if self._is_cancelled or outcome.reason.startswith(signal.SIGTERM.name):
-            with contextlib.suppress(SlurmError):
-                commands = SlurmCommands(min(_ASK_S, self._slurm.command_s), unreachable_s=0.0)
-                return int(commands.record(job.job_id).get("Restarts", "0")) > job.restarts
+        preempted job has no grace time: the batch script is signalled as that of a cancelled job,
+        but where slurmd is gone."""
+        with contextlib.suppress(SlurmError):
+            commands = SlurmCommands(min(_ASK_S, self._slurm.command_s), unreachable_s=0.0)
+            return self.job is not None and self.job.is_queued_again(commands.record)
         return False
 
     def _keep_ended(self, job: OwnJob) -> None:

@@ -31,10 +31,10 @@ REPLAYED_BYTES_PER_S = 4e6
 
 
 class Superseded(LiverError):
-    """Another coordinator has taken the run over: this one does nothing more."""
+    """Another coordinator has taken the run over, or will: this one does nothing more."""
 
-    def __init__(self, epoch: int) -> None:
-        super().__init__(f"another coordinator has taken over from number {epoch}")
+    def __init__(self, epoch: int, by: str = "another coordinator has taken over") -> None:
+        super().__init__(f"{by} from number {epoch}")
 
 
 class NotTakenOver(LiverError):

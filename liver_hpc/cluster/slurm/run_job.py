@@ -150,6 +150,11 @@ class OwnJob(BaseModel):
         """What no other start of a job has."""
         return self.model_dump_json(exclude=_TOLD_TO_A_PROCESS)
 
+    def is_queued_again(self, ask: Ask) -> bool:
+        """Whether Slurm has done so since this start, which it takes for over then. Raises
+        SlurmError."""
+        return int(ask(self.job_id).get("Restarts", "0")) > self.restarts
+
     def _is_start_of(self, noted: OwnJob) -> bool:
         return self.start == noted.start
 

@@ -324,6 +324,30 @@ def test_one_whose_successor_answers_no_more_takes_over_again(
     assert hosted[0].outcome == Outcome("finished", "by coordinator 3", 3)
 
 
+def test_one_whose_job_was_queued_again_takes_over_from_nobody(
+    coordinator: Coordinator, asked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next start of the job does, however long it is in the queue."""
+    scontrol = asked.parent / "programs" / "scontrol"
+    scontrol.write_text(f"{PLAYED.format(log=asked)}echo JobId=77 JobState=PENDING Restarts=1\n")
+
+    def ends(directory: Path) -> Outcome:
+        assert claim_epoch(directory).number == 1
+        raise Superseded(1)
+
+    def answers(run: RunDirectory) -> bool:
+        if asked.read_text().count("scontrol") > 2:
+            Outcome("finished", "by the next start", 3).write(run.path)
+        return False
+
+    coordinator(ends)
+    monkeypatch.setattr(launch, "answers", answers)
+    monkeypatch.setattr(launch, "_ASK_EVERY_S", 0.05)
+    run = a_run(requeue=True, deadlines={"coordinator_s": 0.4, "boot_s": 0.4})
+    assert CoordinatorJob()(str(run.path)) == 0
+    assert newest_epoch(run.path) == 1
+
+
 def test_one_that_is_killed_after_another_has_taken_over_is_not_followed(
     coordinator: Coordinator, asked: Path
 ) -> None:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -172,6 +173,35 @@ def test_a_run_whose_directory_is_removed_does_not_restart_there(
     why = f"worker 1 lost; its directory was removed or moved: {gone} is gone"
     assert outcome == Outcome("failed", why, 7)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("restarts", [2, 1, None])
+@pytest.mark.parametrize("state", ["restart", "failed"])
+def test_a_run_whose_job_was_queued_again_is_left_to_its_next_start(
+    tmp_path: Path, state: str, restarts: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where slurmd is gone, nobody ends the job's processes; no step begins on its nodes."""
+    said = "exit 1" if restarts is None else f"echo JobId=77 JobState=PENDING Restarts={restarts}"
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{said}\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    ends = iter([state, "failed"])
+
+    class Again(Ends):
+        def run(self) -> Outcome:
+            return Outcome(next(ends), "node n1 is gone", 7)
+
+    monkeypatch.setattr(module, "Coordinator", Again(Outcome("", "", 0)))
+    monkeypatch.setattr(Again, "memory", Memory(), raising=False)
+    _write_run(tmp_path, cluster={"kind": "slurm", "slurm": {"components": [{"name": "main"}]}})
+    OwnJob(job_id="77", restarts=1).note(tmp_path)
+    run = partial(run_coordinator, tmp_path, Control(), lambda *_: cast(Any, None))
+    if restarts == 2:
+        with pytest.raises(Superseded, match="the job's next start takes over"):
+            run()
+        assert not (tmp_path / "outcome.json").exists()
+    else:
+        assert run() == Outcome("failed", "node n1 is gone", 7)
 
 
 @pytest.mark.parametrize("gone", ["recipe", "checkpoint"])
