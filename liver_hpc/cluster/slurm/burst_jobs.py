@@ -124,7 +124,7 @@ class BurstJobs:
         earlier = self._earlier
         if earlier.job_name and adopt:
             self.name = earlier.job_name
-            self._may_come_late()
+            self.may_come_late()
             self.policy.spent_node_hours = earlier.node_hours  # of those that are over
             for job, granted in earlier.granted.items():
                 self.policy.granted(job, len(granted.nodes), granted.since_s)
@@ -202,7 +202,7 @@ class BurstJobs:
         )
 
     def _adopt(self) -> dict[str, JobInfo]:
-        """Requests that Slurm has taken although its answer never came."""
+        """Requests that Slurm has, and this coordinator does not know."""
         known = self.policy.pending.keys() | self.policy.held.keys()
         found = {
             job: info
@@ -214,8 +214,9 @@ class BurstJobs:
             self._note(f"burst request {job} was taken after all")
         return found
 
-    def _may_come_late(self) -> None:
-        """For a while after Slurm answers again, however long it is silent."""
+    def may_come_late(self) -> None:
+        """For a while after Slurm answers again, however long it is silent: a controller that was
+        lost may also have forgotten that a request was withdrawn."""
         self._unsure_until_s = math.inf
 
     def ended(self, job: str, by_us: bool) -> None:
@@ -236,11 +237,11 @@ class BurstJobs:
             try:
                 job = self._once.sbatch([*asked, *self._exclusion()], script, told)
             except ControllerUnreachable:
-                self._may_come_late()
+                self.may_come_late()
                 raise
             except SlurmError as error:
                 if error.code == 0:  # it is queued, whatever was printed
-                    self._may_come_late()
+                    self.may_come_late()
                 self.policy.refused()
                 self._note(f"a request for {request.nodes} burst nodes was refused: {error}")
                 return

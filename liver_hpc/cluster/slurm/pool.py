@@ -206,6 +206,8 @@ class SlurmPool(NodePool):
                 if not self._unreachable:
                     self._note(f"the Slurm controller does not answer: {error}")
                 self._unreachable = True
+                if self._asks:
+                    self._burst.may_come_late()
             except LiverError as error:
                 self._note(str(error))
             except OSError as error:

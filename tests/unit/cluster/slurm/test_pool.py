@@ -40,10 +40,12 @@ def own() -> list[Allocation]:
 
 
 class Controller:
-    """squeue lists `jobs`, none by its name; else it succeeds and says nothing, or `says`."""
+    """squeue lists `jobs`, by a name those of `named`; else it succeeds and says nothing, or
+    `says`."""
 
     def __init__(self) -> None:
         self.jobs = {n: f"{n}|1+{n - 1}|RUNNING|None|9999999999|n{n}|run" for n in (1, 2, 3)}
+        self.named = ""
         self.says = {"sbatch": "9\n"}
         self.asked: list[list[str]] = []
         self.hold: Callable[[], None] = lambda: None
@@ -58,7 +60,7 @@ class Controller:
             return Answer(0, self.says.get(words[0], ""))
         self.hold()
         if any(word.startswith("--name") for word in words):
-            return Answer(0, "")
+            return Answer(0, self.named)
         return Answer(0, "".join(f"{line}\n" for line in self.jobs.values()))
 
 
@@ -284,6 +286,20 @@ def test_a_burst_job_that_has_ended_does_not_count_as_held(
     del controller.jobs[9]
     watched.until(lambda: NodeGone("n4", "job 9 has ended") in watched.told, "its end")
     watched.until(lambda: "9" not in held, "its end to count")
+
+
+def test_a_withdrawn_request_that_a_lost_controller_has_forgotten_is_withdrawn_again(
+    watch: Callable[[float], Watched], controller: Controller
+) -> None:
+    """It is as its last saved state has it, and nobody would use what it grants."""
+    answers = threading.Event()
+    watched = watch(0.05)
+    controller.hold = lambda: controller.answers_if(answers)
+    watched.until(lambda: "does not answer" in watched.notes(), "the controller to be missed")
+    controller.named = "9|9|PENDING|Resources|0||burst\n"
+    answers.set()
+    watched.until(lambda: ["scancel", "9"] in controller.asked, "it to be cancelled")
+    controller.named = ""
 
 
 @pytest.mark.parametrize("adopts", [False, True])
