@@ -144,7 +144,8 @@ class Recipe(ABC):
 
     def fetch(self, samples: Sequence[Any], layout: Layout, at: Coordinate) -> Any:
         """What `loss` gets of a micro-batch's samples, on the worker that sits at `at`: reads them
-        from where they lie. Not collective; draws no random numbers, leaves the device alone.
+        from where they lie. Not collective; draws random numbers from generators of its own alone,
+        which the samples seed; leaves the device alone.
 
         Where a recipe has its own, it is called `train.read_ahead` micro-batches ahead, in a
         thread beside training; for validation in the thread that computes. By default it gives

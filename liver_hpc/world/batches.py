@@ -89,7 +89,7 @@ class Batches:
     def fetch(self, samples: Sequence[Any]) -> Any:
         """From the read-ahead thread, or the one that computes, of this world or of another."""
         self._enter()
-        with self._recipe.reading, thread.groups_in_use(self._groups):
+        with self._recipe.reading, thread.reading(), thread.groups_in_use(self._groups):
             return self._recipe.fetch(samples, layout=self._layout, at=self._at)
 
     def close(self) -> None:

@@ -145,7 +145,14 @@ class _Nothing(_Dropping):
             )
 
     def _check_noise(self, name: str) -> None:
-        computes = thread.here.micro_batch is not None  # or it reads data
+        if thread.here.reading and (self._seeded or not thread.here.seeded):
+            raise PlanError(
+                f"the recipe's fetch draws by {name} without a generator, from streams that "
+                "training draws from too, so workers would read other samples after a handoff, and "
+                "tensor-parallel ranks different ones; wanted a torch.Generator that is seeded by "
+                "the samples (a DataLoader takes one too)"
+            )
+        computes = thread.here.micro_batch is not None
         if computes and not (self._seeded or thread.here.seeded):
             raise PlanError(
                 f"the model or its loss draws by {name} without a generator, from streams that are "

@@ -35,10 +35,11 @@ class MicroBatch:
 class Thread(threading.local):
     """What this thread does: it may rehearse a world, whose model or loss may have seeded the
     streams, and whose forward has entered these layers, by number; megatron may mean the groups of
-    one, and it may act alone, with torch.distributed not initialized."""
+    one; it may read samples; and it may act alone, with torch.distributed not initialized."""
 
     rehearsing = False
     seeded = False
+    reading = False
     alone = False
     groups: Any = None
     micro_batch: MicroBatch | None = None
@@ -66,6 +67,16 @@ def rehearsal() -> Iterator[None]:
             yield
     finally:
         here.rehearsing = before
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """Marks this thread as one that reads samples; a seed that it sets is for what it reads."""
+    before, here.seeded, here.reading = here.seeded, False, True
+    try:
+        yield
+    finally:
+        here.seeded, here.reading = before, False
 
 
 def recall_in_backward(output: torch.Tensor) -> None:

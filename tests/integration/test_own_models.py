@@ -842,7 +842,7 @@ class Noisy(RandomTokenGPT):
     """Draws noise in its forward, or where it reads a sample, without dropout anywhere."""
 
     draw: Callable[[torch.Tensor], torch.Tensor]
-    seeds = reads = False
+    seeds = reads = reads_seeded = False
 
     def build(self, context: BuildContext) -> Any:
         model = super().build(context)
@@ -853,6 +853,8 @@ class Noisy(RandomTokenGPT):
         return model
 
     def fetch(self, samples: Any, layout: Any, at: Any) -> Any:
+        if self.reads_seeded:
+            torch.manual_seed(samples[0])
         if self.reads:
             type(self).draw(torch.zeros(1))
         return super().fetch(samples, layout, at)
@@ -880,7 +882,10 @@ def own_noise(states: torch.Tensor) -> torch.Tensor:
         (lambda s: s * torch.distributions.Beta(0.4, 0.4).sample(), {}, "_sample_dirichlet"),
         (own_noise, {}, None),
         (lambda s: torch.empty_like(s).uniform_(), {"seeds": True}, None),
-        (lambda s: torch.randn_like(s), {"reads": True}, None),
+        (lambda s: torch.randn_like(s), {"reads": True}, "randn_like"),
+        (own_noise, {"reads": True}, None),
+        (lambda s: torch.randn_like(s), {"reads": True, "reads_seeded": True}, None),
+        (lambda s: torch.randn_like(s), {"reads_seeded": True}, "randn_like"),
         (lambda s: torch.empty_like(s).zero_(), {}, None),
     ],
 )
