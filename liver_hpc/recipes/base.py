@@ -10,7 +10,7 @@ import importlib
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -323,12 +323,37 @@ def checked_options(
 ) -> Any:
     """A recipe's options of a `model` section. Raises ConfigError with all that is wrong, each
     after what `where` says of its path."""
-    options = recipe_class.Options
+    options = _checked(recipe_class.Options, model, where)
+    for path, section, given in _sections_below(options, model):
+        _checked(section, given, lambda at, path=path: where((*path, *at)))  # type: ignore[misc]
+    return options
+
+
+def _checked(options: type[BaseModel], given: Any, where: Callable[[KeyPath], str]) -> BaseModel:
     if "extra" not in options.model_config and not issubclass(options, RootModel):
         # pydantic would drop what is misspelt.
         strict = type(options.__name__, (options,), {"model_config": ConfigDict(extra="forbid")})
-        validated(strict, model, where)
-    return validated(options, model, where)
+        validated(strict, given, where)
+    return validated(options, given, where)
+
+
+def _sections_below(
+    value: Any, given: Any, path: KeyPath = ()
+) -> Iterator[tuple[KeyPath, type[BaseModel], Mapping[Any, Any]]]:
+    """The models that checked options hold, with their paths and what they were made of."""
+    value = value.root if isinstance(value, RootModel) else value
+    parts: Mapping[Any, Any] = value if isinstance(value, Mapping) else {}
+    if isinstance(value, BaseModel):
+        fields = type(value).model_fields.items()
+        keys = [(key, name) for name, field in fields for key in (name, field.validation_alias)]
+        parts = {key: getattr(value, name) for key, name in keys if isinstance(key, str)}
+    elif isinstance(value, list | tuple) and isinstance(given, list):
+        parts, given = dict(enumerate(value)), dict(enumerate(given))
+    for key in parts.keys() & given if isinstance(given, Mapping) else ():
+        at = (*path, key)
+        if isinstance(parts[key], BaseModel) and isinstance(given[key], Mapping):
+            yield at, type(parts[key]), given[key]
+        yield from _sections_below(parts[key], given[key], at)
 
 
 def put_first_on_path(config: RunConfig) -> None:

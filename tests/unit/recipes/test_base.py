@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, RootModel
@@ -49,7 +50,7 @@ class Careless(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
 
-def options_of(kind: type[BaseModel], model: dict[str, int]) -> BaseModel:
+def options_of(kind: type[BaseModel], model: dict[str, Any]) -> BaseModel:
     found: BaseModel = checked_options(type("Own", (Recipe,), {"Options": kind}), model, key_text)
     return found
 
@@ -64,3 +65,31 @@ def test_a_misspelt_option_is_refused_unless_its_model_says_otherwise() -> None:
     assert options_of(Open, {"wdith": 1}).model_extra == {"wdith": 1}
     assert options_of(Careless, {"wdith": 1}) == Careless()
     assert options_of(RootModel[dict[str, int]], {"wdith": 1}).model_dump() == {"wdith": 1}
+
+
+class Nested(BaseModel):
+    head: Plain = Plain()
+    heads: list[Plain] = []
+    named: dict[str, Plain] = {}
+    others: Open = Open()
+    rows: RootModel[list[Plain]] = RootModel[list[Plain]]([])
+
+
+@pytest.mark.parametrize(
+    ("model", "key"),
+    [
+        ({"head": {"wdith": 1}}, "head"),
+        ({"heads": [{"w": 1}, {"wdith": 1}]}, "heads.1"),
+        ({"named": {"a": {"wdith": 1}}}, "named.a"),
+        ({"rows": [{"wdith": 1}]}, "rows.0"),
+    ],
+)
+def test_a_misspelt_option_of_a_section_is_refused(model: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key}.wdith: unknown key; did you mean 'width'"):
+        options_of(Nested, model)
+
+
+def test_a_section_may_say_that_it_takes_any_key() -> None:
+    options: Any = options_of(Nested, {"others": {"wdith": 1}, "head": {"w": 2}})
+    assert options.others.model_extra == {"wdith": 1}
+    assert options.head.width == 2
