@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -56,13 +57,20 @@ class Batches:
 
     def of_step(self, step: int) -> list[MicroBatch]:
         """What step `step` computes here. Raises ConfigError where the recipe gives more samples
-        than the step's global batch has, or fewer."""
+        than the step's global batch has, or fewer; in a rehearsal also where it gives others when
+        it is asked again."""
         recipe = self._recipe
         batch, numbers = recipe.batch(step), recipe.sample_numbers(step)
         if len(batch) != len(numbers):
             raise ConfigError(
                 f"recipe {type(recipe).__name__}: batch({step}) gives {len(batch)} samples, the "
                 f"global batch of that step has {len(numbers)} (`Recipe.sample_numbers`)"
+            )
+        if thread.here.rehearsing and _numbers(recipe.batch(step)) != _numbers(batch):
+            raise ConfigError(
+                f"recipe {type(recipe).__name__}: batch({step}) gives other samples when it is "
+                "asked again, as an iterator or an unseeded draw does: it must be a function of "
+                "the step alone, or workers would take different batches"
             )
         return self.part_of(batch, numbers.start)
 
@@ -96,3 +104,11 @@ class Batches:
         """Nothing more is read ahead."""
         self._ahead.close()
         self._groups = None
+
+
+def _numbers(batch: Sequence[Any]) -> list[int] | None:
+    """Samples by number; None where their handles are none, and may be equal to nothing."""
+    try:
+        return [operator.index(sample) for sample in batch]
+    except TypeError:
+        return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from itertools import count
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Coordinate, Layout
+from liver_hpc.world import thread
 from liver_hpc.world.batches import Batches
 
 
@@ -98,6 +100,24 @@ def test_a_batch_of_more_samples_than_its_step_has_is_refused(
     monkeypatch.setattr(ThreeSamples, "sample_numbers", lambda self, step: range(2))
     with pytest.raises(ConfigError, match=r"batch\(0\) gives 3 samples, the global batch .* has 2"):
         second_of_two(ThreeSamples()).of_step(0)
+
+
+@pytest.mark.parametrize("of_numbers", [True, False])
+def test_a_batch_of_an_iterator_is_refused_in_a_rehearsal(
+    of_numbers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Handles that are not numbers may be equal to nothing."""
+    drawn = count()
+    monkeypatch.setattr(
+        ThreeSamples,
+        "batch",
+        lambda self, step: [next(drawn) if of_numbers else object() for _ in range(3)],
+    )
+    batches = second_of_two(ThreeSamples())
+    assert len(batches.of_step(0)) == 1
+    refused = pytest.raises(ConfigError, match=r"batch\(0\) gives other samples when it is asked")
+    with thread.rehearsal(), refused if of_numbers else contextlib.nullcontext():
+        batches.of_step(0)
 
 
 def test_the_next_step_is_read_while_one_is_computed() -> None:
