@@ -325,7 +325,11 @@ def checked_options(
     after what `where` says of its path."""
     options = _checked(recipe_class.Options, model, where)
     for path, section, given in _sections_below(options, model):
-        _checked(section, given, lambda at, path=path: where((*path, *at)))  # type: ignore[misc]
+
+        def below(at: KeyPath, path: KeyPath = path) -> str:
+            return where((*path, *at))
+
+        _checked(section, given, below)
     return options
 
 
