@@ -286,10 +286,10 @@ def _check_slurm(config: RunConfig) -> Iterator[str]:
         earlier = [other.name for other in slurm.components[:index]]
         if component.name in earlier:
             yield f"{where}.name: {component.name!r} is given twice"
-    counts = {part.name: gpu_count(part.gpus_per_node) for part in slurm.components}
+    counts = [(part.name, gpu_count(part.gpus_per_node)) for part in slurm.components]
     if slurm.burst is not None:
-        counts["burst"] = gpu_count(slurm.burst.gpus_per_node)
-    without = [name for name, count in counts.items() if not count]
+        counts.append(("burst", gpu_count(slurm.burst.gpus_per_node)))
+    without = [name for name, count in counts if not count]
     if without and len(without) < len(counts):
         yield (
             f"cluster.slurm: gpus_per_node of {', '.join(without)} is 0, others have some: workers "

@@ -163,7 +163,10 @@ def test_nodes_with_gpus_and_without_are_not_of_one_run() -> None:
         "cluster.slurm: gpus_per_node of extra, burst is 0, others have some: workers on CPUs "
         "cannot train with those on GPUs"
     ]
-    check_run(on_slurm(main, burst={**BURST, "gpus_per_node": "h100:2"}), FourHeads())
+    burst = {**BURST, "gpus_per_node": "h100:2"}
+    check_run(on_slurm(main, burst=burst), FourHeads())
+    (said,) = problems(on_slurm(main, {"name": "burst"}, burst=burst))
+    assert said.startswith("cluster.slurm: gpus_per_node of burst is 0, others have some")
 
 
 def test_a_worker_wants_a_gpu_of_its_own_where_all_nodes_with_its_place_have_one() -> None:
