@@ -81,12 +81,14 @@ class HostedCoordinator:
     of the run is waited for, or that somebody has this process `take_over` again.
 
     started: whether it was. is_superseded: whether another coordinator has the run. outcome: how it
-    ended, as soon as that is known.
+    ended, as soon as that is known. turns: how often the child has turned its loop, as it said
+    last; 0 while it begins, and while it ends.
     """
 
     def __init__(self, run_directory: Path) -> None:
         self.started = self.is_superseded = False
         self.outcome: Outcome | None = None
+        self.turns = 0
         self._run = RunDirectory(run_directory)
         self._said: list[dict[str, Any]] = []
         self._line: socket.socket | None = None  # to the child that there is
@@ -94,7 +96,6 @@ class HostedCoordinator:
         self._pid = 0
         self._epoch = 0  # the number that the child takes
         self._steps_done = 0
-        self._turns = 0  # of its loop, as the child said last
         self._killed_in_vain = 0
         self._ended = False
 
@@ -185,15 +186,9 @@ class HostedCoordinator:
         elif "superseded" in words:
             self.is_superseded = True
         else:
-            self._turns = words["turns"]
+            self.turns = words["turns"]
             if words["steps"] > self._steps_done:
                 self._steps_done, self._killed_in_vain = words["steps"], 0
-
-    @property
-    def turns(self) -> int:
-        """How often this process's coordinator has turned its loop, as it said last; 0 while it
-        begins, ends, or is another one's."""
-        return 0 if self.is_superseded or self.outcome is not None else self._turns
 
     def kill_stuck(self) -> None:
         """The child that does not say any more that its loop turns: another one follows it. One
@@ -258,7 +253,7 @@ class HostedCoordinator:
         if self._pid == 0:
             _coordinate(self._run.path, theirs, ours, parent)
         theirs.close()
-        self._line, self._turns = ours, 0
+        self._line, self.turns = ours, 0
         for words in self._said:
             self._tell(words)
 

@@ -29,6 +29,7 @@ from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.orphaned import note_environment, script_environment
 from liver_hpc.cluster.slurm.replies import JobInfo
 from liver_hpc.cluster.slurm.run_job import OwnJob
+from liver_hpc.config.schema import SlurmSection
 from liver_hpc.coordinator import hosting
 from liver_hpc.coordinator.connections import Control, Inbox
 from liver_hpc.coordinator.hosting import MOST_KILLED_IN_VAIN, HostedCoordinator, _told
@@ -224,14 +225,23 @@ def test_one_that_is_killed_behind_its_outcome_is_followed_by_none(
 
 
 def test_one_that_is_killed_again_and_again_is_the_end(
-    coordinator: Coordinator, asked: Path
+    asked: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ends(directory: Path) -> Outcome:
+    """Though its loop turned each time, without a step done."""
+
+    def ends(directory: Path, control: Control) -> Outcome:
+        if len([*directory.glob("life-*")]) > MOST_KILLED_IN_VAIN:
+            return Outcome("finished", "once more", 0)
         (directory / f"life-{os.getpid()}").touch()
+        control.turns = 1
+        time.sleep(0.2)  # the parent is told
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 
-    coordinator(ends)
+    module = types.ModuleType("liver_hpc.coordinator.main")
+    vars(module)["run_coordinator"] = ends
+    monkeypatch.setitem(sys.modules, "liver_hpc.coordinator.main", module)
+    monkeypatch.setattr(hosting, "_LOOK_S", 0.01)
     run = a_run(requeue=True)
     with pytest.raises(LiverError, match="ended without an outcome"):
         CoordinatorJob()(str(run.path))
@@ -432,6 +442,25 @@ def test_a_job_whose_run_goes_on_is_queued_again(coordinator: Coordinator, asked
     assert asked.read_text() == "scontrol requeue 77\n"
 
 
+@pytest.mark.parametrize(
+    ("window_s", "is_known", "least_s", "most_s"),
+    [(4.0, True, 3.0, 3.0), (120.0, True, 4.5, 6.0), (120.0, False, 117.0, 117.0)],
+)
+def test_time_is_kept_to_be_queued_again(
+    window_s: float, is_known: bool, least_s: float, most_s: float, asked: Path
+) -> None:
+    """Of the window, or of the eight seconds that Slurm leaves."""
+    if not is_known:
+        (asked.parent / "programs" / "squeue").write_text("#!/bin/sh\nexit 1\n")
+    hosted, waited = HostedCoordinator(asked.parent), list[float | None]()
+    hosted.started = True
+    hosted.wait = lambda limit_s=None: bool(waited.append(limit_s))  # type: ignore[method-assign]
+    hosting.checkpoint_in_time(hosted, SlurmSection(end_window_s=window_s), "77")
+    (limit_s,) = waited
+    assert limit_s is not None
+    assert least_s <= limit_s <= most_s
+
+
 def test_a_missed_window_has_the_job_queued_again(
     coordinator: Coordinator, asked: Path, hangs: Ends
 ) -> None:
@@ -586,11 +615,32 @@ def test_a_local_run_that_is_signalled_saves_its_state_where_it_may_go_on(
     assert outcome == Outcome("stopped", str(StopSignalled(number.name, checkpoint=saves)), 0)
 
 
-def test_under_nohup_a_lost_terminal_is_nothing_to_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("asked")
+def test_a_coordinator_is_told_when_its_job_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the window that was asked for."""
+    signals_parent(monkeypatch, signal.SIGUSR2)
+    signals = JobSignals()
+    signals.listen()
+    outcome = signals.coordinate(a_run(requeue=False, end_window_s=LIMIT_S))
+    assert outcome is not None
+    told = re.fullmatch(r"EndNear\(reason='(.*)', at_s=(.*), deadline_s=(.*)\)", outcome.reason)
+    assert told is not None
+    assert told[1] == "its job is about to end"
+    assert float(told[3]) - float(told[2]) == pytest.approx(LIMIT_S, abs=0.1)
+
+
+def test_under_nohup_a_lost_terminal_is_nothing_to_a_run(
+    coordinator: Coordinator, asked: Path
+) -> None:
+    """Nor to what its coordinator starts."""
+    coordinator(lambda _: Outcome("finished", f"{signal.getsignal(signal.SIGHUP)!r}", 3))
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        JobSignals().listen()
+        signals = JobSignals()
+        signals.listen()
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        outcome = signals.coordinate(a_run(requeue=False))
+        assert outcome == Outcome("finished", repr(signal.SIG_IGN), 3)
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -714,14 +764,47 @@ def test_a_coordinator_that_waits_for_a_disk_is_left_to_go_on(
     monkeypatch.setitem(sys.modules, "liver_hpc.coordinator.main", module)
     hosted = HostedCoordinator(a_run(requeue=False).path)
     hosted.start()
-    child, states = psutil.Process(hosted._pid), [psutil.STATUS_DISK_SLEEP, psutil.STATUS_STOPPED]
+    child = psutil.Process(hosted._pid)
+    states = [psutil.STATUS_DISK_SLEEP, psutil.STATUS_IDLE, psutil.STATUS_STOPPED]
     monkeypatch.setattr(psutil.Process, "status", lambda process: states.pop(0))
+    hosted.kill_stuck()
     hosted.kill_stuck()
     assert not hosted.wait(0.5)
     assert child.is_running()
     monkeypatch.setattr("liver_hpc.coordinator.hosting.MOST_KILLED_IN_VAIN", 0)
     hosted.kill_stuck()
     assert hosted.wait(LIMIT_S)
+
+
+def test_one_that_begins_is_not_held_for_one_that_stands_still(
+    asked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loop has not turned, however often that of the one before did."""
+
+    def ends(directory: Path, control: Control) -> Outcome:
+        if not (directory / "life").exists():
+            (directory / "life").touch()
+            control.turns = 7
+            time.sleep(LIMIT_S)
+        goes_on = Deadline.after(SystemClock(), LIMIT_S, "the test")
+        poll_until(lambda: (directory / "goes-on").exists(), goes_on)
+        return Outcome("finished", "at last", 3)
+
+    module = types.ModuleType("liver_hpc.coordinator.main")
+    vars(module)["run_coordinator"] = ends
+    monkeypatch.setitem(sys.modules, "liver_hpc.coordinator.main", module)
+    run = a_run(requeue=False)
+    hosted = HostedCoordinator(run.path)
+    hosted.start()
+    deadline = Deadline.after(SystemClock(), LIMIT_S, "its turns")
+    poll_until(lambda: hosted.wait(0.1) or hosted.turns == 7, deadline)
+    first = hosted._pid
+    os.kill(first, signal.SIGKILL)
+    poll_until(lambda: hosted.wait(0.1) or hosted._pid != first, deadline)
+    assert hosted.turns == 0
+    (run.path / "goes-on").touch()
+    assert hosted.wait(LIMIT_S)
+    assert hosted.outcome == Outcome("finished", "at last", 3)
 
 
 def test_nobody_coordinates_a_run_where_its_agents_cannot_be_taken_over(
@@ -832,9 +915,45 @@ def test_no_handler_runs_while_a_coordinator_is_forked(
         return fork()
 
     monkeypatch.setattr(os, "fork", noted)
-    coordinator(lambda _: Outcome("finished", "so it was", 3))
-    assert CoordinatorJob()(str(a_run(requeue=False).path)) == 0
+    coordinator(lambda _: Outcome("finished", str(signal.pthread_sigmask(signal.SIG_BLOCK, ())), 3))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    outcome = JobSignals().coordinate(a_run(requeue=False))
+    assert outcome == Outcome("finished", "set()", 3)  # nor are they blocked in what it starts
     assert {*launch._END_SIGNALS, *launch._STOP_SIGNALS} <= blocked[0]
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+
+
+def test_a_coordinator_ends_with_the_process_that_hosts_it(
+    coordinator: Coordinator, asked: Path
+) -> None:
+    def ends(directory: Path) -> None:
+        (directory / "made").write_text(str(os.getpid()))
+        (directory / "made").rename(directory / "pid")
+        time.sleep(4 * LIMIT_S)
+
+    coordinator(ends)
+    run = a_run(requeue=False)
+    host = os.fork()
+    if host == 0:
+        try:
+            HostedCoordinator(run.path).start()
+            time.sleep(4 * LIMIT_S)
+        finally:
+            os._exit(1)
+    deadline = Deadline.after(SystemClock(), LIMIT_S, "it to begin")
+    poll_until((run.path / "pid").exists, deadline)
+    child = psutil.Process(int((run.path / "pid").read_text()))
+    os.kill(host, signal.SIGKILL)
+    os.waitpid(host, 0)
+
+    def is_gone() -> bool:
+        return not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+    try:
+        poll_until(is_gone, Deadline.after(SystemClock(), LIMIT_S, "it to end"))
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
 
 
 def test_what_a_coordinator_said_counts_that_ended_before_it_had_heard_all(tmp_path: Path) -> None:
