@@ -11,6 +11,7 @@ from liver_hpc.cli import check
 from liver_hpc.cli.check import check_run
 from liver_hpc.config.schema import RunConfig
 from liver_hpc.errors import ConfigError
+from liver_hpc.layout.budget import Budget
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.layout.memory import fullest_worker
 from liver_hpc.recipes.base import load_recipe
@@ -97,6 +98,10 @@ def test_all_problems_are_told_at_once() -> None:
          "optimizer.min_lr is 0.001, more than optimizer.lr 0.0001"),
         ({"optimizer": {"lr": 1e-5}, "schedule": {"style": "constant"}},
          "optimizer.min_lr is 0.0001, more than optimizer.lr 1e-05"),
+        ({"policy": {"memory_bytes": 64 * 2**20}},
+         "policy.memory_bytes is 67108864, wanted more than handoff.staging_bytes, 67108864"),
+        ({"network": {"ib_hca": "mlx5_0,,mlx5_1"}},
+         "network.ib_hca: wanted names with commas between, got 'mlx5_0,,mlx5_1'"),
         ({"schedule": {"warmup_init": 0.1}},
          "schedule.warmup_init is 0.1, more than optimizer.lr 0.001"),
     ],
@@ -121,6 +126,19 @@ def test_layouts_are_held_against_the_memory() -> None:
     run = minimal(policy={"memory_bytes": minimal().handoff.staging_bytes + half})
     (said,) = problems(run)
     assert said.startswith("layouts.2.0 (tp1 pp1 dp2): its fullest worker holds ")
+
+
+def test_a_change_for_which_there_is_no_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Budget, "change_fault", lambda budget, layouts: f"{layouts[0]} to itself")
+    assert problems(minimal()) == ["handoff tp1 pp1 dp2 to itself"]
+
+
+def test_what_is_at_its_limit_passes() -> None:
+    smallest = {"bucket_bytes": check.SMALLEST_BUCKET_BYTES}
+    smallest["staging_bytes"] = 2 * smallest["bucket_bytes"]
+    optimizer = {"lr": 1e-3, "min_lr": 1e-3}
+    schedule = {"style": "WSD", "warmup_steps": 2, "warmup_init": 1e-3, "wsd_decay_steps": 8}
+    check_run(minimal(handoff=smallest, optimizer=optimizer, schedule=schedule), FourHeads())
 
 
 # ---- notices

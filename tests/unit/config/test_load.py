@@ -169,6 +169,14 @@ def test_alias_to_itself_ends(tmp_path: Path) -> None:
         ("data={}", "exactly one of data.prefix, data.blend and data.text must be given"),
         ("data.text=5", "wanted a list or one of 'python-stdlib', got 5"),
         ("workers.initial=5", "workers.initial is 5, more than workers.max 4"),
+        ("notices=[{at_step: 1, workers: 4, replace: 0}]", "got ['workers', 'replace']"),
+        ("data={prefix: a, text: [b]}", "exactly one of data.prefix, data.blend and data.text"),
+        ("optimizer.decoupled_min_lr=1e-5", "decoupled_min_lr wants decoupled_lr"),
+        ("train.overlap_param_gather=true", "overlap_param_gather wants overlap_grad_reduce too"),
+        ("train.rampup={start: 8, increment: 1, samples: 9}",
+         "rampup.start is 8, wanted less than global_batch, 8"),
+        ("train.rampup={start: 2, increment: 4, samples: 9}",
+         "rampup.increment is 4, which does not divide global_batch - rampup.start = 8 - 2 = 6"),
     ],
 )  # fmt: skip
 def test_wrong_value_says_what_was_wanted(tmp_path: Path, override: str, said: str) -> None:

@@ -136,6 +136,7 @@ def test_what_is_mounted_below_a_directory_of_the_run_is_not_hidden_by_it() -> N
         ({"image": " "}, "image: ' ' is empty or has control characters"),
         ({"mounts": ["data"]}, "mounts.0: wanted /PATH or /PATH:/PATH_IN_IMAGE without commas"),
         ({"mounts": ["/a:/b:ro"]}, "mounts.0: wanted /PATH or /PATH:/PATH_IN_IMAGE"),
+        ({"mounts": ["/a:b"]}, "mounts.0: wanted /PATH or /PATH:/PATH_IN_IMAGE"),
         ({"mounts": ["/a,/b"]}, "mounts.0: wanted /PATH or /PATH:/PATH_IN_IMAGE"),
         ({"mounts": ["/a/$USER"]}, "mounts.0: '/a/$USER': $ is not expanded here"),
         ({"image": "~/a.sif"}, "image: '~/a.sif': ~ is not expanded here"),
