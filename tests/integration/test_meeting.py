@@ -568,6 +568,14 @@ def test_a_rendezvous_whose_acceptors_do_not_open_any_more_is_broken(
     mpi_place.rendezvous._broken_until = replace(until, at_s=0.0)
     assert mpi_place.join("a0").worker_ids == (0, 1)
     mpi_place.rendezvous.check()
+    monkeypatch.setenv("MPI4PY_LIBMPI", "/no-such-library")
+    acceptor = acceptor_pid(mpi_place.rendezvous)
+    assert acceptor is not None
+    os.kill(acceptor, signal.SIGKILL)
+    wait_until_gone(acceptor)
+    with pytest.raises(ChannelClosed):
+        connect((place.network.host, place.port), SECRET, 5.0, "the rendezvous").receive(20.0)
+    mpi_place.rendezvous.check()  # these are not in a row with those before
 
 
 def test_the_acceptor_dies_with_the_coordinator(tmp_path: Path) -> None:
@@ -586,7 +594,7 @@ def test_the_acceptor_dies_with_the_coordinator(tmp_path: Path) -> None:
 def test_closing_ends_the_acceptor_and_takes_the_file_away(mpi_place: MpiPlace) -> None:
     acceptor = acceptor_pid(mpi_place.rendezvous)
     assert acceptor is not None
-    assert place_file(mpi_place.directory).exists()
+    assert place_file(mpi_place.directory).stat().st_mode & 0o777 == 0o600
     mpi_place.rendezvous.close()
     assert not is_running(acceptor)
     assert not place_file(mpi_place.directory).exists()
