@@ -387,6 +387,30 @@ def test_a_step_counts_once_and_one_that_was_not_recorded_is_told() -> None:
     assert (figures.steps, figures.missing_steps) == (3, 2)
 
 
+def test_the_steps_before_the_first_recorded_one_are_not_missing() -> None:
+    assert run_figures(records([step(7), step(8), step(10)])).missing_steps == 1
+
+
+def test_a_notice_lasts_until_its_node_is_left_or_trains() -> None:
+    """The lost node is one that no handoff has answered."""
+    run = run_of_one_handoff()
+    common = {"allocation": "8", "estimate_s": math.nan, "action": "", "returned_s": math.nan}
+    given = [
+        ("granted", "n2", 1, math.nan, math.nan, "in use"),
+        ("preempted", "n1", 1, 130.0, 112.0, "in time"),
+        ("lost", "n3", -1, math.nan, math.nan, "lost"),
+    ]
+    names = ("kind", "node", "generation", "deadline_s", "left_s", "outcome")
+    for number, values in enumerate(given):
+        notice = dict(zip(names, values, strict=True))
+        run.notices.append(NoticeRecord(at_s=106.0 + number, **common, **notice))
+    granted, preempted, lost = run_figures(run).notices
+    assert (granted.left_s, preempted.left_s) == pytest.approx((3.65, 5.0))
+    assert preempted.window_s == 23.0
+    assert (granted.pause_s, granted.lost_steps) == pytest.approx((0.1, 0.8))
+    assert all(map(math.isnan, (granted.window_s, lost.left_s, lost.pause_s, lost.lost_steps)))
+
+
 def test_a_run_without_a_step_has_no_figures() -> None:
     figures = run_figures(records([]))
     assert (figures.steps, figures.missing_steps, figures.generations) == (0, 0, ())
