@@ -91,5 +91,6 @@ def test_peers_are_freed_once_the_coordinator_has_been_told_why(
     monkeypatch.setattr(Crossing, "_verdict", verdict)
     with pytest.raises(HandoffAborted):
         Crossing(session, target, None, told).run(None)
-    assert done == ["TransferError: a digest differs", "closed"]
+    place = f"{__file__}, line {work.__code__.co_firstlineno + 1}"  # as in a recipe or a script
+    assert done == [f"TransferError: a digest differs ({place})", "closed"]
     assert told.asked == []
