@@ -274,7 +274,7 @@ REFUSED = (
           "reset_attention_mask", "leave it out"),
     Group(_UNTRIED,
           """is_hybrid_model hybrid_* mamba_* mtp_hybrid_override_pattern
-          mtp_use_repeated_layer mtp_detach_heads mtp_standalone use_mamba_mem_eff_path
+          mtp_use_repeated_layer mtp_detach_heads mtp_hsm mtp_standalone use_mamba_mem_eff_path
           mamba_mem_eff_path experimental_attention_variant dsa_* linear_* gdp_* mhc_*
           enable_mhc_connections heterogeneous_layers_* use_transformer_engine_op_fuser
           use_grouped_gemm_for_* mlp_chunks_for_training moe_single_grouped_*
