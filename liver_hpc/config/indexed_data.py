@@ -84,18 +84,25 @@ def sequence_lengths(prefix: Path) -> NDArray[np.int32]:
     return np.memmap(f"{prefix}.idx", "<i4", "r", _HEADER.size, (sequences,))
 
 
+def share_of(sequences: int, shares: Sequence[float], part: str) -> tuple[int, int]:
+    """First and end of the sequences that one of `PARTS` has, by the arithmetic of Megatron's
+    builder. shares: of each of the parts."""
+    bounds = [0.0, *accumulate((np.array(shares) / np.sum(shares)).tolist())]
+    at = PARTS.index(part)
+    first, end = (round(bound * float(sequences)) for bound in bounds[at : at + 2])
+    return first, end
+
+
 def checked_share(
     name: object, lengths: NDArray[Any], split: str, part: str, seq_length: int
 ) -> tuple[int, int]:
-    """First and end of the sequences in a part's share, by the arithmetic of Megatron's builder.
+    """First and end of the sequences in a part's share.
 
     lengths: of all sequences, in tokens; split: shares of `PARTS`, of which `part` is one. Raises
     ConfigError, with `name` for the data, where the share has no sample of seq_length tokens.
     """
-    shares = np.array([*map(float, split.split(",")), 0.0, 0.0][: len(PARTS)])
-    bounds = [0.0, *accumulate((shares / np.sum(shares)).tolist())]
-    at = PARTS.index(part)
-    first, end = (round(bound * float(len(lengths))) for bound in bounds[at : at + 2])
+    shares = [*map(float, split.split(",")), 0.0, 0.0][: len(PARTS)]
+    first, end = share_of(len(lengths), shares, part)
     share = lengths[first:end]
     tokens = int(share[:_MANY].sum())
     if tokens <= seq_length:

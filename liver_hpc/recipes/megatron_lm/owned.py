@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from liver_hpc.config.completion import Derived
-from liver_hpc.config.indexed_data import PARTS, read_indexed_data
+from liver_hpc.config.indexed_data import PARTS, read_indexed_data, share_of
 from liver_hpc.config.megatron_checkpoint import OWNER_FILE, TRACKER_FILE
 from liver_hpc.config.problems import KeyPath
 from liver_hpc.config.schema import RampupSection, TrainSection
@@ -266,20 +266,35 @@ def _ramp_problems(job: Owned) -> Iterator[str]:
 
 
 def data_problems(job: Owned) -> Iterator[str]:
-    """What of a job's data is not on this host's disks, or not whole. What a path itself names is
-    the script's to read."""
+    """What of a job's data is not on this host's disks, or not whole, or too little. What a path
+    itself names is the script's to read."""
     if job["mock_data"]:
         return
     for name, words in _named_data(job):
         for word in words:
             if "://" not in word and not is_number(word) and not Path(word).exists():
                 try:
-                    read_indexed_data(Path(word.strip()))
+                    held = read_indexed_data(Path(word.strip()))
                 except ConfigError as error:
                     yield f"{flag(name)}: {error}"
+                else:
+                    yield from _empty_shares(job, name, word, held.sequences)
     for name in ("data_args_path", "per_split_data_args_path"):
         if job[name] is not None and "://" not in job[name] and not Path(job[name]).is_file():
             yield f"{flag(name)} {job[name]}: there is no such file"
+
+
+def _empty_shares(job: Owned, name: str, word: str, sequences: int) -> Iterator[str]:
+    """Megatron's `_get_num_epochs` ends for no part that has a share and no sequence."""
+    parts = dict(zip(PARTS, shares(job), strict=True)) if name in _SPLIT_BY_SHARES else {}
+    for part, share in parts.items():
+        first, end = share_of(sequences, [*parts.values()], part)
+        if share and first == end:
+            yield (
+                f"{flag(name)} {word}: of its {sequences} sequences --split "
+                f"{job['split'] or SPLIT} leaves none for {part}, in which Megatron would look for "
+                "samples for ever; wanted a larger share, or 0"
+            )
 
 
 def _named_data(job: Owned) -> Iterator[tuple[str, Sequence[str]]]:

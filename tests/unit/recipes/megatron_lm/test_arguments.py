@@ -195,11 +195,12 @@ def test_data_is_looked_at_where_a_run_is_submitted(tmp_path: Path) -> None:
     write_pair(tmp_path / "a", [3])
     (tmp_path / "list.txt").touch()
     (tmp_path / "own.jsonl").touch()
-    here = f"{tmp_path}/a {tmp_path}/own.jsonl s3://bucket/x"
+    here = f"{tmp_path}/a {tmp_path}/own.jsonl s3://bucket/x --split 1"
     there = f"--valid-data-path 1 {tmp_path}/a --data-args-path {tmp_path}/list.txt"
     check_data_of(f"{DATA} --train-data-path {here} {there}".split())
     check_data_of(f"{JOB} --data-path /nosuch/a".split())  # where --mock-data is what counts
     words = f"{DATA} --data-path {tmp_path}/a /nosuch/b /nosuch/c --data-args-path /nosuch/d.txt"
+    words = f"{words} --split 1"
     with pytest.raises(ConfigError) as error:
         check_data_of(words.split())
     assert error.value.args == (
@@ -223,10 +224,28 @@ def test_data_that_a_file_lists_is_looked_at_too(name: str, text: str, tmp_path:
     write_pair(tmp_path / "a", [3])
     listed = tmp_path / "list"
     listed.write_text(text.replace("HERE", str(tmp_path)), encoding="utf-8")
+    words = f"{DATA} --{name} {listed} --split 1".split()
     with pytest.raises(ConfigError, match=f"--{name}: {tmp_path}/b.idx is missing"):
-        check_data_of(f"{DATA} --{name} {listed}".split())
+        check_data_of(words)
     write_pair(tmp_path / "b", [3])
-    check_data_of(f"{DATA} --{name} {listed}".split())
+    check_data_of(words)
+
+
+def test_a_share_without_a_sequence_is_refused(tmp_path: Path) -> None:
+    """Megatron would look for samples in it for ever."""
+    write_pair(tmp_path / "a", [3] * 400)
+    words = f"{DATA} --data-path {tmp_path}/a".split()
+    with pytest.raises(ConfigError) as error:
+        check_data_of(words)
+    assert error.value.args == (
+        f"model.args: --data-path {tmp_path}/a: of its 400 sequences --split 969, 30, 1 leaves "
+        "none for test, in which Megatron would look for samples for ever; "
+        "wanted a larger share, or 0",
+    )
+    for split in ("969,30,0", "969,30,2", "1"):
+        check_data_of([*words, "--split", split])
+    (tmp_path / "list").write_text(f'{{"test": "{tmp_path}/a"}}', encoding="utf-8")
+    check_data_of(f"{DATA} --per-split-data-args-path {tmp_path}/list".split())
 
 
 @pytest.mark.parametrize(
