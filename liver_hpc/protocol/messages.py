@@ -187,7 +187,8 @@ class Hello(_OfWorker, type="hello"):
     """First message of a worker: it has booted and is ready to PREPARE.
 
     boot_timings_s: the time from the start of its process to `booted_s`, by what took it. code:
-    versions and digests of what it computes with, by name, which all workers must have alike.
+    versions and digests of what it computes with and on, by name, which all workers must have
+    alike.
     """
 
     pid: int

@@ -175,8 +175,9 @@ class Agents:
         return agent.generation
 
     def other_code(self, hello: Hello) -> str:
-        """By what a worker computes with other code than the first one that said with which; empty
-        where it does not. All that were let in have the same, so that one may have gone."""
+        """By what a worker computes with other code, or on other samples, than the first one that
+        said with which; empty where it does not. All that were let in have the same, so that one
+        may have gone."""
         if self._first is None:
             self._first = hello if hello.code else None
             return ""
@@ -189,7 +190,7 @@ class Agents:
         if not differ:
             return ""
         who, other = (f"worker {each.worker} on {each.host}" for each in (hello, first))
-        return f"{who} has other code than {other}: {'; '.join(differ)}"
+        return f"{who} has other code or samples than {other}: {'; '.join(differ)}"
 
     def _agent_of(self, worker: int) -> Agent | None:
         return self._agents.get(self._launch_of.get(worker, ""))

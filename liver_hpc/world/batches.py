@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -66,7 +67,7 @@ class Batches:
                 f"recipe {type(recipe).__name__}: batch({step}) gives {len(batch)} samples, the "
                 f"global batch of that step has {len(numbers)} (`Recipe.sample_numbers`)"
             )
-        if thread.here.rehearsing and _numbers(recipe.batch(step)) != _numbers(batch):
+        if thread.here.rehearsing and handles(recipe.batch(step)) != handles(batch):
             raise ConfigError(
                 f"recipe {type(recipe).__name__}: batch({step}) gives other samples when it is "
                 "asked again, as an iterator or an unseeded draw does: it must be a function of "
@@ -106,9 +107,10 @@ class Batches:
         self._groups = None
 
 
-def _numbers(batch: Sequence[Any]) -> list[int] | None:
-    """Samples by number; None where their handles are none, and may be equal to nothing."""
+def handles(batch: Sequence[Any]) -> str | None:
+    """Samples as text, where their handles are numbers or texts, or lists of such; None where they
+    are other objects, which may be equal to nothing."""
     try:
-        return [operator.index(sample) for sample in batch]
-    except TypeError:
+        return json.dumps([*batch], default=operator.index)
+    except (TypeError, ValueError):
         return None

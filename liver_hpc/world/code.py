@@ -1,4 +1,5 @@
-"""With which code a worker computes: versions, and digests of files as its process imported them.
+"""With which code a worker computes, and on which samples: versions, and digests of files as its
+process imported them.
 
 Who trains together must have the same, or replicas compute something else without a word.
 """
@@ -42,7 +43,11 @@ def code_of(recipe: Recipe, device: Device) -> dict[str, str]:
     import megatron.core
     import torch
 
+    from liver_hpc.world.batches import handles
+
     texts = {name: _digest(text) for name, text in recipe.texts().items()}
+    steps = (0, recipe.config.train.steps - 1)
+    samples = {f"batch({step})": handles(recipe.batch(step)) for step in steps}
     return {
         "device": device.torch_device.type,  # a node may have lost its driver
         "torch": str(torch.__version__),
@@ -50,6 +55,8 @@ def code_of(recipe: Recipe, device: Device) -> dict[str, str]:
         "megatron-core": megatron.core.__version__,
         **imported_code(recipe.config.recipe),
         **texts,
+        # An order may have been drawn, or data may have grown since.
+        **{name: _digest(told.encode()) for name, told in samples.items() if told is not None},
     }
 
 

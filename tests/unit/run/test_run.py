@@ -61,7 +61,7 @@ def test_a_run_that_has_ended_ends_no_handoff_any_more() -> None:
     assert not of(a.Record, play.feed(e.Tick()))
 
 
-OTHER = "worker 2 on h has other code than worker 1 on h: torch is 2.12.0, 2.11.0 there"
+OTHER = "worker 2 on h has other code or samples than worker 1 on h: torch is 2.12.0, 2.11.0 there"
 
 
 def test_a_joiner_of_other_code_is_one_that_has_not_booted() -> None:

@@ -193,7 +193,7 @@ def test_one_of_other_code_than_those_that_train_is_no_spare() -> None:
     play.code = {"my_model": "ff"}
     play.wait(SETTLE_S)
     play.settle()
-    other = "worker 2 on h has other code than worker 1 on h: my_model is ff, 0f there"
+    other = "worker 2 on h has other code or samples than worker 1 on h: my_model is ff, 0f there"
     assert notes(play) == [f"standby: {other}"]
     assert not play.run.agents.kept
     assert not play.run.agents.taken().get("w2")

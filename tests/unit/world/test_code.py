@@ -60,3 +60,34 @@ def test_a_worker_says_what_it_has_imported_and_read() -> None:
     options: Any = tiny_recipe(tiny_run()).options
     reads = code_of(Reader(options, tiny_run()), device)
     assert {*reads} - {*plain} == {"pretrain_gpt.py"}
+
+
+def test_a_worker_says_which_samples_its_recipe_gives() -> None:
+    """That `open` has shuffled by a seed of its own, or read a file that has grown."""
+
+    class Shuffled(TinyRecipe):
+        order: Any = range(480)
+
+        def batch(self, step: int) -> Any:
+            return [self.order[number] for number in self.sample_numbers(step)]
+
+    options: Any = tiny_recipe(tiny_run()).options
+    recipe, device = Shuffled(options, tiny_run()), Device(torch.device("cpu"))
+    says = []
+    for order in (
+        range(480),
+        torch.arange(480),
+        [*range(479), 3],
+        [5, *range(479)],
+        [(f"{n}.txt", n) for n in range(480)],
+        [object()] * 480,
+    ):
+        recipe.order = order
+        code = code_of(recipe, device)
+        says.append((code.get("batch(0)"), code.get("batch(59)")))
+    first, second, third, fourth, fifth, last = says
+    assert first == second
+    assert (first[0] == third[0], first[1] == third[1]) == (True, False)
+    assert first[0] != fourth[0]
+    assert None not in fifth
+    assert last == (None, None)
