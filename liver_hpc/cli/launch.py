@@ -412,10 +412,8 @@ class JobSignals:
         """By somebody else, as by `scontrol requeue`, or by Slurm, where a node is lost or a
         preempted job has no grace time: the batch script is signalled as that of a cancelled job,
         but where slurmd is gone."""
-        with contextlib.suppress(SlurmError):
-            commands = SlurmCommands(min(_ASK_S, self._slurm.command_s), unreachable_s=0.0)
-            return self.job is not None and self.job.is_queued_again(commands.record)
-        return False
+        limit_s = min(_ASK_S, self._slurm.command_s)
+        return self.job is not None and self.job.is_queued_again(limit_s)
 
     def _keep_ended(self, job: OwnJob) -> None:
         """Slurm itself would queue a job again whose script fails (`expedite`), or that it has

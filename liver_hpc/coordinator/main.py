@@ -23,7 +23,7 @@ from liver_hpc.clock import Deadline, SystemClock
 from liver_hpc.cluster.launcher import Launcher, lives_here, local_launcher
 from liver_hpc.cluster.network import control_address
 from liver_hpc.cluster.pool import NodePool
-from liver_hpc.cluster.slurm.commands import SlurmCommands, SlurmError
+from liver_hpc.cluster.slurm.commands import SlurmCommands
 from liver_hpc.cluster.slurm.holdings import own_allocations
 from liver_hpc.cluster.slurm.launcher import slurm_launcher
 from liver_hpc.cluster.slurm.pool import SlurmPool
@@ -210,10 +210,7 @@ def _is_queued_again(config: RunConfig, directory: Path) -> bool:
     """Whether Slurm has queued the run's job again under its processes, as it does with a node
     whose slurmd is silent: no step begins in it any more, and its next start goes on."""
     job = OwnJob.noted(directory) if config.cluster.kind == "slurm" else None
-    with suppress(SlurmError):
-        commands = SlurmCommands(config.cluster.slurm.command_s, unreachable_s=0.0)
-        return job is not None and job.is_queued_again(commands.record)
-    return False
+    return job is not None and job.is_queued_again(config.cluster.slurm.command_s)
 
 
 @contextmanager

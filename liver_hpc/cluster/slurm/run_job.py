@@ -150,10 +150,12 @@ class OwnJob(BaseModel):
         """What no other start of a job has."""
         return self.model_dump_json(exclude=_TOLD_TO_A_PROCESS)
 
-    def is_queued_again(self, ask: Ask) -> bool:
-        """Whether Slurm has done so since this start, which it takes for over then. Raises
-        SlurmError."""
-        return int(ask(self.job_id).get("Restarts", "0")) > self.restarts
+    def is_queued_again(self, command_s: float) -> bool:
+        """Whether Slurm says that it has done so since this start, which it takes for over then."""
+        with suppress(SlurmError):
+            record = SlurmCommands(command_s, unreachable_s=0.0).record(self.job_id)
+            return int(record.get("Restarts", "0")) > self.restarts
+        return False
 
     def _is_start_of(self, noted: OwnJob) -> bool:
         return self.start == noted.start
