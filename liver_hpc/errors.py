@@ -110,6 +110,16 @@ MODELS_ERRORS = (
 _NOT_THE_USERS = sys.stdlib_module_names | {"liver_hpc", "megatron", "torch", "numpy"}
 
 
+_MOST_TOLD = 1000
+
+
+def told_of(error: BaseException) -> str:
+    """What a process tells others of an error that its log has whole: in one line, no more than
+    1,000 characters of it, with its kind and its place in a user's code."""
+    said = " ".join(f"{type(error).__name__}: {error}".split())[:_MOST_TOLD]
+    return said + place_in_users_code(error)
+
+
 def place_in_users_code(error: BaseException) -> str:
     """Where what raised it was called, in a recipe or script: " (FILE, line N)"; nothing where no
     such code called it."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from liver_hpc.clock import Deadline
-from liver_hpc.errors import place_in_users_code
+from liver_hpc.errors import told_of
 from liver_hpc.handoff.beside import Beside
 from liver_hpc.handoff.session import (
     MOVING_ENDS_S,
@@ -149,8 +149,7 @@ class Crossing:
         except (HandoffAborted, WorldHalted):
             raise
         except FAILURES as error:
-            why = f"{type(error).__name__}: {error}{place_in_users_code(error)}"
-            return vote.model_copy(update={"ok": False, "reason": why})
+            return vote.model_copy(update={"ok": False, "reason": told_of(error)})
 
     def _work(self, scalars: m.ScalarState | None, gradients: list[Gradients]) -> dict[str, object]:
         """What the vote tells. Optimizer state moves while the target's first forward and backward

@@ -19,7 +19,7 @@ from liver_hpc.host.child import Child, Command, end_all, kill_left
 from liver_hpc.host.process import clean_environment, quiet_thread
 from liver_hpc.host.warm import ForkRefused, WarmProcess
 from liver_hpc.rendezvous.base import Answer
-from liver_hpc.rendezvous.local import BOOTED, AgentsEnd, Said
+from liver_hpc.rendezvous.local import BOOTED, AgentsEnd, Said, Way
 
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """By these Slurm announces the end of a node, to the agent and maybe to all below it."""
@@ -80,13 +80,14 @@ class WorkerPlan:
 @dataclass
 class _Worker:
     """One worker: its process, and the agent's end of its line. number: its id, once it has one.
-    over: its end was heard of."""
+    error: why it fails, once it has said so. over: its end was heard of."""
 
     index: int
     process: Child
     line: AgentsEnd
     booted: bool = False
     number: int | None = None
+    error: str = ""
     over: bool = False
 
 
@@ -225,7 +226,10 @@ class NodeWorkers:
                 raise BootError(self._plan.launch, self._obituary(worker, why))
         if worker.number is not None:
             for each in said:
-                self._relay(worker.number, each)
+                if each.way is Way.OWN:
+                    worker.error = each.data.decode(errors="replace") + "; "
+                else:
+                    self._relay(worker.number, each)
 
     def _write(self, worker: _Worker, data: bytes) -> None:
         if not worker.line.write(data):
@@ -254,7 +258,7 @@ class NodeWorkers:
         log.info("%s ended: %s", worker.process.name, worker.process.how())
         self._end_what_is_left(worker)
         name = self._plan.log_of(worker.index).name
-        self._report(worker.number, f"{worker.process.how()}; see logs/{name}")
+        self._report(worker.number, f"{worker.error}{worker.process.how()}; see logs/{name}")
 
     def _end_what_is_left(self, worker: _Worker) -> None:
         """Of what one had started itself, while its siblings go on."""

@@ -582,7 +582,8 @@ class Warned(Message, type="warned"):
 
 
 class WorkerEnded(Message, type="worker_ended"):
-    """A worker of this agent has ended. how: "signal 9", "exit code 1", and its log."""
+    """A worker of this agent has ended. how: its error, where it has told one, "signal 9" or "exit
+    code 1", and its log."""
 
     agent: str
     worker: int

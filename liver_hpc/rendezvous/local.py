@@ -2,8 +2,8 @@
 
 What goes over it is a length, how it is to be passed on (`Way`, of one byte), and that many bytes:
 a message for the coordinator, or for the worker, into which the agent does not look, or a request
-to the store and its reply, which it passes on with those of other workers. From the agent
-without bytes: the connection to the coordinator has broken.
+to the store and its reply, which it passes on with those of other workers. Of a worker that fails
+its error comes last. From the agent without bytes: the connection to the coordinator has broken.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class Way(IntEnum):
     """A request to the store, with what other workers ask for just now; it may be lost."""
     LATER = 2
     """It may be lost, and take a while."""
+    OWN = 3
+    """Not at all: it is the error with which the worker ends, for the agent to tell of it."""
 
 
 class Said(NamedTuple):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from liver_hpc.clock import SystemClock, process_age_s
-from liver_hpc.errors import DeadlineError, ProtocolError
+from liver_hpc.errors import DeadlineError, ProtocolError, told_of
 from liver_hpc.handoff.session import Session
 from liver_hpc.host.interfaces import address_towards
 from liver_hpc.host.process import quiet_thread
@@ -130,7 +130,7 @@ class Worker:
                 if not self._trainer.can_let_go:
                     raise
                 log.info("the world has failed", exc_info=error)
-                why = f"{type(error).__name__}: {error}"
+                why = told_of(error)
             else:
                 return
             # No traceback holds any more what is let go.

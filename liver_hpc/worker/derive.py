@@ -21,7 +21,7 @@ from liver_hpc.checkpoint.newest import goes_on_from
 from liver_hpc.config.load import load_run
 from liver_hpc.config.megatron_checkpoint import TRACKER_FILE, weights_checkpoint
 from liver_hpc.config.schema import AUTO
-from liver_hpc.errors import MODELS_ERRORS, LiverError, place_in_users_code
+from liver_hpc.errors import MODELS_ERRORS, LiverError, told_of
 from liver_hpc.host.files import write_whole
 from liver_hpc.host.version import version_fault
 from liver_hpc.layout.candidates import layouts_to_derive
@@ -79,7 +79,7 @@ def main() -> int:
         if isinstance(error, SyntaxError):
             said = f"{error.filename}:{error.lineno}: {error.msg}"
         elif not isinstance(error, LiverError):
-            said = f"{type(error).__name__}: {error}{place_in_users_code(error)}"
+            said = told_of(error)
         if not options.on_gpu and (why := _why_not_here(error)):
             if options.own_gpus:
                 words = [sys.executable, "-P", "-m", DERIVE_MODULE, *sys.argv[1:], "--on-gpu"]

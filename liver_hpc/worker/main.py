@@ -24,11 +24,12 @@ from liver_hpc.cluster.network import (
     worker_network_environment,
 )
 from liver_hpc.config.load import load_run
+from liver_hpc.errors import told_of
 from liver_hpc.host.affinity import bind_process, local_cpus, share_of_cpus
 from liver_hpc.host.process import CORES, collector_paused, drop_unwritable_output, take_core
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.recipes.base import put_first_on_path
-from liver_hpc.rendezvous.local import BOOTED, WorkersEnd
+from liver_hpc.rendezvous.local import BOOTED, Way, WorkersEnd
 from liver_hpc.worker.ranks import PLACE_VARIABLE
 from liver_hpc.world.code import imported_code
 
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
-_MOST_SAID = 1000
-"""Characters of its error that a worker hands its agent."""
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -58,12 +57,15 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         try:
             worker = boot(options.run_directory, Layout.parse(options.layout))
         except Exception as error:
-            why = " ".join(f"{type(error).__name__}: {error}".split())
-            line.send_bytes(why[:_MOST_SAID].encode())
+            line.send_bytes(told_of(error).encode(errors="replace"))
             raise
         line.send_bytes(BOOTED)
         told = json.loads(line.receive_bytes())
-        worker.serve(int(told["worker"]), told["host"], line)
+        try:
+            worker.serve(int(told["worker"]), told["host"], line)
+        except Exception as error:
+            line.send_bytes(told_of(error).encode(errors="replace"), Way.OWN)
+            raise
     except Exception:
         log.exception("worker failed")
         logging.shutdown()

@@ -13,7 +13,7 @@ from pathlib import Path
 from liver_hpc.checkpoint.parts import restore
 from liver_hpc.checkpoint.saving import YIELDS_S
 from liver_hpc.clock import Deadline, poll_until
-from liver_hpc.errors import DeadlineError, LiverError, NoRoom
+from liver_hpc.errors import DeadlineError, LiverError, NoRoom, told_of
 from liver_hpc.handoff.beside import Beside
 from liver_hpc.handoff.crossing import Crossed, Crossing
 from liver_hpc.handoff.prepare import prepare, prepared_message
@@ -317,8 +317,8 @@ class Trainer(WorldHolder):
             if session.aborted is not None or session.halted is not None:
                 log.info("generation %d ended while preparing: %s", session.generation, error)
                 return
-            why, no_room = f"{type(error).__name__}: {error}", isinstance(error, NoRoom)
-            self._fail(session.generation, "PREPARE failed", why, no_room)
+            no_room = isinstance(error, NoRoom)
+            self._fail(session.generation, "PREPARE failed", told_of(error), no_room)
         else:
             self._context.send(prepared_message(session, session.prepared))
 
@@ -356,8 +356,8 @@ class Trainer(WorldHolder):
                     session.prepared.drop()
                 self._context.device.end_beside(session.generation)
             except FAILURES as error:
-                why = f"{type(error).__name__}: {error}"
-                self._fail(session.generation, "what PREPARE made cannot be let go", why)
+                what = "what PREPARE made cannot be let go"
+                self._fail(session.generation, what, told_of(error))
             else:
                 worker, generation = self._context.worker, session.generation
                 self._context.send(m.Aborted(worker=worker, generation=generation))
@@ -436,7 +436,7 @@ class Trainer(WorldHolder):
         try:
             release(session, target, source)
         except FAILURES as error:
-            self._fail(session.generation, "RELEASE failed", f"{type(error).__name__}: {error}")
+            self._fail(session.generation, "RELEASE failed", told_of(error))
 
     def _fail(self, generation: int, what: str, reason: str, no_room: bool = False) -> None:
         """Logs the error of the moment and tells the coordinator."""

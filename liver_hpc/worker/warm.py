@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from liver_hpc.config.load import load_run
-from liver_hpc.errors import LiverError
+from liver_hpc.errors import LiverError, told_of
 from liver_hpc.host.child import end_with_parent
 from liver_hpc.host.forking import serve
 from liver_hpc.host.process import collector_paused
@@ -34,7 +34,6 @@ from liver_hpc.recipes.base import load_recipe, put_first_on_path
 from liver_hpc.worker import main as worker
 from liver_hpc.world.code import imported_code
 
-_MOST_SAID = 1000
 _CHILD_S = 60
 # What is imported only once a model is built, or an optimizer; and by the first handoff.
 _LATER = (
@@ -57,8 +56,7 @@ def main() -> NoReturn:
     try:
         _import(options.run_directory, Layout.parse(options.layout))
     except Exception as error:
-        why = " ".join(f"{type(error).__name__}: {error}".split())
-        line.send(why[:_MOST_SAID].encode())
+        line.send(told_of(error).encode(errors="replace"))
         raise
     serve(line, _work)
 

@@ -22,11 +22,17 @@ from tests.fakes import threads_refused
 SPEAKS_LAST = """
 import os, socket, struct
 line = socket.socket(fileno=int(os.environ["LIVER_AGENT_FD"]))
-def say(data):
-    line.sendall(struct.pack("!IB", len(data), 0) + data)
+def say(data, way=0):
+    line.sendall(struct.pack("!IB", len(data), way) + data)
 say(b"booted")
 line.recv(1000)
 say(b"my last words")
+"""
+
+FAILS = f"""
+{SPEAKS_LAST}
+say(b"ValueError: no such shard \\xff", 3)
+os._exit(1)
 """
 
 HAS_A_HELPER = """
@@ -95,6 +101,24 @@ def test_one_that_has_ended_is_over_once_its_last_words_were_heard(watched: Watc
     assert watched.heard == [
         (7, "my last words"),
         (7, "exit code 0; see logs/worker-a0-0.log"),
+    ]
+
+
+def test_why_one_has_failed_is_told_with_its_end(tmp_path: Path) -> None:
+    watched = Watched(tmp_path, FAILS)
+    try:
+        while watched.workers.booting():
+            watched.turn()
+        answer = Answer(worker_ids=(7,), control_host="127.0.0.1", control_port=1)
+        watched.workers.hand_out(answer)
+        while not watched.workers.all_over():
+            watched.turn()
+    finally:
+        watched.workers.end(0.0)
+        watched.selector.close()
+    assert watched.heard == [
+        (7, "my last words"),
+        (7, "ValueError: no such shard \ufffd; exit code 1; see logs/worker-a0-0.log"),
     ]
 
 
