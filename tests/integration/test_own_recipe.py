@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.runs import ENDLESS, run_config, start, stop_and_read, watch
+from tests.integration.runs import (
+    ENDLESS,
+    run_config,
+    start,
+    stop_and_read,
+    wait_for_end,
+    watch,
+)
 
 HOW_TO = Path(__file__).parents[2] / "docs" / "how-to"
 PAGE = "own-model.md"
@@ -58,3 +65,31 @@ def test_it_trains_and_is_reshaped_live(tmp_path: Path, monkeypatch: pytest.Monk
         ("completed", True),
     ]
     assert records.steps[-1].loss < records.steps[0].loss / 2
+
+
+FAILS = """
+class Fails(Mirror):
+    def batch(self, step):
+        if step == 3:
+            raise OSError("shard 7 is not there")
+        return super().batch(step)
+"""
+
+
+def test_an_error_in_training_is_in_the_outcome_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "fails.py"
+    file.write_text(recipe_of_page(PAGE) + FAILS)
+    monkeypatch.chdir(tmp_path)
+    config = run_config(tmp_path, ENDLESS, initial=1, recipe="fails:Fails", layouts={1: {"dp": 1}})
+    config = config.model_copy(update={"model": {"width": 32}})
+    try:
+        outcome = wait_for_end(start(config), 90.0)
+    finally:
+        sys.modules.pop("fails", None)
+        sys.path.remove(str(tmp_path))
+    assert outcome.state == "failed"
+    line = file.read_text().splitlines().index('            raise OSError("shard 7 is not there")')
+    told = f"OSError: shard 7 is not there ({file}, line {line + 1}); exit code 1; see logs/"
+    assert told in outcome.reason
