@@ -108,16 +108,15 @@ class SavedModel(_Frozen):
 class CheckpointIndex(_Frozen):
     """checkpoint.json: one complete checkpoint.
 
-    run_directory: of the run that wrote it; empty in those of earlier releases. generation: of the
-    world that was saved. parts, digests: in the order of the rank map's ranks;
-    digests are of all that a rank held, whether or not it was the one to write it. further: files
-    of the checkpoint that are of no rank. is_finite: whether loss and gradients of the last step
-    that was known then were numbers.
+    run_directory: of the run that wrote it. generation: of the world that was saved. parts,
+    digests: in the order of the rank map's ranks; digests are of all that a rank held, whether or
+    not it was the one to write it. further: files of the checkpoint that are of no rank. is_finite:
+    whether loss and gradients of the last step that was known then were numbers.
     """
 
     format_version: int
     run: str
-    run_directory: str = ""
+    run_directory: str
     saved_s: float
     generation: int
     scalars: ScalarState
@@ -127,7 +126,7 @@ class CheckpointIndex(_Frozen):
     digests: tuple[tuple[ClassDigest, ...], ...]
     model: SavedModel
     versions: dict[str, str]
-    is_finite: bool = True
+    is_finite: bool
 
 
 @dataclass(frozen=True)

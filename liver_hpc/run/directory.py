@@ -44,7 +44,7 @@ Kind = TypeVar("Kind")
 class CoordinatorAddress:
     """coordinator.json: where the coordinator listens; its process id, on the host `hostname`.
     epoch: the run's coordinators are numbered; the highest is the one that counts. started_ticks:
-    its process's (`clock.py`); 0 where an earlier release has not noted that."""
+    its process's (`clock.py`); 0 where that is not known."""
 
     host: str
     port: int

@@ -40,7 +40,7 @@ class OwnJob(BaseModel):
     Where Slurm is not asked it is known of that task alone.
     job_name: by it a job that Slurm gives the same id later is told from this one.
     request: what `liver run` was asked: the absolute path of its run file, and the overrides; none
-    of another command, or of an earlier release. run_file: the sha256 of what stood in that file.
+    of another command. run_file: the sha256 of what stood in that file.
     """
 
     model_config = ConfigDict(frozen=True)
