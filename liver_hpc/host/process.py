@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -26,6 +27,8 @@ ENOUGH = 65_536
 _PIDFD_OPEN = 434
 """The number of the system call, on all machines."""
 _LOOK_S = 0.05
+
+VMSTAT = Path("/proc/vmstat")
 
 CORES = "LIVER_CORES"
 """Cores of which a worker takes one, by its place on the node: "0,1"."""
@@ -162,6 +165,16 @@ def _end_looked_for(pid: int) -> int:
 
     quiet_thread(look, f"end-of-{pid}")
     return end
+
+
+def kills_for_memory() -> int:
+    """How many processes of this node, whosever, the kernel has ended for want of memory, theirs or
+    the node's, since it was started; 0 where it does not tell."""
+    with contextlib.suppress(OSError):
+        for line in VMSTAT.read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
 
 
 def all_at_once(calls: Iterable[Callable[[], None]], name: str, limit_s: float) -> None:

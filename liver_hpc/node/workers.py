@@ -16,7 +16,7 @@ from pathlib import Path
 
 from liver_hpc.errors import DeadlineError, LiverError
 from liver_hpc.host.child import Child, Command, end_all, kill_left
-from liver_hpc.host.process import clean_environment, quiet_thread
+from liver_hpc.host.process import clean_environment, kills_for_memory, quiet_thread
 from liver_hpc.host.warm import ForkRefused, WarmProcess
 from liver_hpc.rendezvous.base import Answer
 from liver_hpc.rendezvous.local import BOOTED, AgentsEnd, Said, Way
@@ -118,6 +118,7 @@ class NodeWorkers:
         self.polite = signal.SIGHUP if plan.sheltered else signal.SIGTERM
         self._ending = False
         self._workers: list[_Worker] = []
+        self._out_of_memory = kills_for_memory()
 
     def start(self, warm: WarmProcess | None) -> None:
         """Has them forked from a warm process where there is one that can. Raises LiverError."""
@@ -258,7 +259,7 @@ class NodeWorkers:
         log.info("%s ended: %s", worker.process.name, worker.process.how())
         self._end_what_is_left(worker)
         name = self._plan.log_of(worker.index).name
-        self._report(worker.number, f"{worker.error}{worker.process.how()}; see logs/{name}")
+        self._report(worker.number, f"{worker.error}{self._how(worker)}; see logs/{name}")
 
     def _end_what_is_left(self, worker: _Worker) -> None:
         """Of what one had started itself, while its siblings go on."""
@@ -285,6 +286,12 @@ class NodeWorkers:
         with contextlib.suppress(DeadlineError):
             worker.process.wait(_REAP_S)
         return (
-            f"{worker.process.name} {what} ({worker.process.how()}); "
+            f"{worker.process.name} {what} ({self._how(worker)}); "
             f"see {self._plan.log_of(worker.index)}"
         )
+
+    def _how(self, worker: _Worker) -> str:
+        how, killed = worker.process.how(), kills_for_memory() - self._out_of_memory
+        if how != f"signal {signal.SIGKILL:d}" or killed < 1:
+            return how
+        return f"{how}; since the launch the kernel's memory killer has ended {killed} on this node"

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from liver_hpc.clock import Deadline, SystemClock, poll_until
+from liver_hpc.host import process
 from liver_hpc.node.workers import NodeWorkers, WorkerPlan, workers_environment
 from liver_hpc.rendezvous.base import Answer
 from liver_hpc.rendezvous.local import Said
@@ -101,6 +102,34 @@ def test_one_that_has_ended_is_over_once_its_last_words_were_heard(watched: Watc
     assert watched.heard == [
         (7, "my last words"),
         (7, "exit code 0; see logs/worker-a0-0.log"),
+    ]
+
+
+def test_one_that_the_kernel_has_ended_for_want_of_memory_is_told_from_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    vmstat = tmp_path / "vmstat"
+    monkeypatch.setattr(process, "VMSTAT", vmstat)
+    vmstat.write_text("pgfault 12\noom_kill 3\noom_kill_x 9\n")
+    watched = Watched(tmp_path, HAS_A_HELPER.replace('"300"', '"0"'), slots=(0, 1))
+    workers = watched.workers
+    try:
+        while workers.booting():
+            watched.turn()
+        workers.hand_out(Answer(worker_ids=(7, 8), control_host="127.0.0.1", control_port=1))
+        for worker, count in ((7, 3), (8, 4)):
+            vmstat.write_text(f"pgfault 13\noom_kill {count}\n")
+            workers.kill(worker)
+            while len(watched.heard) < worker - 6:
+                watched.turn()
+    finally:
+        workers.end(0.0)
+        watched.selector.close()
+    told = "; since the launch the kernel's memory killer has ended 1 on this node"
+    assert watched.heard == [
+        (7, "signal 9; see logs/worker-a0-0.log"),
+        (8, f"signal 9{told}; see logs/worker-a0-1.log"),
     ]
 
 
