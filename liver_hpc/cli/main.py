@@ -33,6 +33,7 @@ _FOLLOW_INTERVAL_S = 0.2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
+    _open_closed_streams()
     parser = new_parser()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what could come next
         from argcomplete import autocomplete
@@ -50,6 +51,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         is_unread = isinstance(error, BrokenPipeError)
         return EXIT_OK if is_unread else _complain(error, EXIT_FAILED)
+
+
+def _open_closed_streams() -> None:
+    """Has this process the null device for a standard stream that it was started without, as by
+    `>&-`. Else Python has none to print to, and the next file or socket gets its number, and what
+    libraries complain of."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
 def _perform(options: argparse.Namespace) -> int:

@@ -657,6 +657,16 @@ def test_output_that_nobody_takes(
     assert ended.stderr.splitlines() == lines
 
 
+@pytest.mark.parametrize("words", ["list", "--help", "submit --config run.yaml --dry-run"])
+def test_output_that_is_closed(words: str, tmp_path: Path) -> None:
+    write_minimal(tmp_path)
+    line = f"{sys.executable} -m liver_hpc {words} <&- >&-"
+    ended = subprocess.run(
+        ["sh", "-c", line], cwd=tmp_path, stderr=subprocess.PIPE, text=True, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 # ---- run directories
 
 
