@@ -84,6 +84,9 @@ _HERE = ("--local", "--all")
 like one without our jobs; and of hidden partitions, too."""
 _PREFERENCES = ("SQUEUE_", "SINFO_", "SCANCEL_", "SCONTROL_", "SACCT_", "SBATCH_CLUSTERS")
 """Variables of users that would hide jobs, have questions asked, or lead to another cluster."""
+_OF_NEW_JOBS = {"SBATCH_EXPORT", "SBATCH_WAIT", "SBATCH_ARRAY_INX"}
+"""Likewise, that would keep the environment from a job, in which neither Python nor a recipe would
+be found, have sbatch wait for its end, or make an array of it."""
 
 CommandRunner = Callable[[Sequence[str], float], "subprocess.CompletedProcess[str]"]
 """Runs a command for at most so many seconds; raises TimeoutExpired, FileNotFoundError."""
@@ -100,7 +103,11 @@ def run_command(
     if environment is None:
         own = clean_environment(os.environ)
         environment = {**own, "SLURM_TIME_FORMAT": "%s", "LC_ALL": "C"}
-    known = {name: v for name, v in environment.items() if not name.startswith(_PREFERENCES)}
+    known = {
+        name: value
+        for name, value in environment.items()
+        if name not in _OF_NEW_JOBS and not name.startswith(_PREFERENCES)
+    }
     return subprocess.run(
         list(words),
         env=known,

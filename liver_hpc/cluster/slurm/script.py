@@ -150,9 +150,6 @@ def sbatch_environment(
     """
     given = {name for block in options for name in block}
     given |= {_OPPOSITES[name] for name in given if name in _OPPOSITES}
-    # The whole environment goes along: without it neither Python nor a recipe would be found. And
-    # no key has a say in which cluster it is, nor may sbatch wait for the job's end.
-    given |= {"export", "array-inx", "clusters", "wait"}
     beaten = {
         variable
         for name in given

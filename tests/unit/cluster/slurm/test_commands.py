@@ -241,10 +241,14 @@ def test_a_command_runs_in_the_environment_of_no_job(monkeypatch: pytest.MonkeyP
     assert "SLURM_TIME_FORMAT=%s" in printed
     assert not any(line.startswith("SLURM_JOB_ID") for line in printed)
     hides = {"SQUEUE_PARTITION": "gpu", "SCANCEL_INTERACTIVE": "1", "SBATCH_CLUSTERS": "a"}
+    hides |= {"SBATCH_EXPORT": "NONE", "SBATCH_WAIT": "1", "SBATCH_ARRAY_INX": "0-3"}
     hides["SBATCH_ACCOUNT"] = "a"
-    printed = run_command(["env"], 5.0, {**os.environ, **hides}).stdout.splitlines()
-    told = {line.partition("=")[0] for line in printed} & hides.keys()
-    assert told == {"SBATCH_ACCOUNT"}
+    for name, value in hides.items():
+        monkeypatch.setenv(name, value)
+    for environment in (None, os.environ):
+        printed = run_command(["env"], 5.0, environment).stdout.splitlines()
+        told = {line.partition("=")[0] for line in printed} & hides.keys()
+        assert told == {"SBATCH_ACCOUNT"}
     with pytest.raises(TimeoutExpired):
         run_command(["sleep", "5"], 0.1)
     with pytest.raises(SlurmError, match="squeue"):

@@ -94,12 +94,8 @@ def test_the_python_of_this_process_runs_the_nodes_too() -> None:
         ("SBATCH_REQUEUE", False),
         ("SBATCH_NO_REQUEUE", False),
         ("SBATCH_GPUS_PER_NODE", False),
-        ("SBATCH_EXPORT", False),
         ("SBATCH_MEM_PER_NODE", False),
         ("SBATCH_MEM_PER_CPU", False),  # not beside the other
-        ("SBATCH_CLUSTERS", False),
-        ("SBATCH_WAIT", False),
-        ("SBATCH_ARRAY_INX", False),
     ],
 )
 def test_what_sbatch_starts_from(variable: str, stays: bool) -> None:
