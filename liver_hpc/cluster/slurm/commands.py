@@ -84,9 +84,9 @@ _HERE = ("--local", "--all")
 like one without our jobs; and of hidden partitions, too."""
 _PREFERENCES = ("SQUEUE_", "SINFO_", "SCANCEL_", "SCONTROL_", "SACCT_", "SBATCH_CLUSTERS")
 """Variables of users that would hide jobs, have questions asked, or lead to another cluster."""
-_OF_NEW_JOBS = {"SBATCH_EXPORT", "SBATCH_WAIT", "SBATCH_ARRAY_INX"}
+_OF_NEW_JOBS = {"SBATCH_EXPORT", "SBATCH_WAIT", "SBATCH_ARRAY_INX", "SBATCH_ERROR"}
 """Likewise, that would keep the environment from a job, in which neither Python nor a recipe would
-be found, have sbatch wait for its end, or make an array of it."""
+be found, have sbatch wait for its end, make an array of it, or keep its errors from its log."""
 
 CommandRunner = Callable[[Sequence[str], float], "subprocess.CompletedProcess[str]"]
 """Runs a command for at most so many seconds; raises TimeoutExpired, FileNotFoundError."""
