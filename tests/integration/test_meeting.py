@@ -83,6 +83,7 @@ import re, sys, threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 from mpi4py import MPI
+MPI.Init()
 maps = Path("/proc/self/maps").read_text()
 (segment,) = set(re.findall(r"/dev/shm/mpich\\S+", maps))
 Connection(int(sys.argv[1])).send_bytes(segment.encode())
@@ -508,6 +509,16 @@ def test_they_meet_where_python_finds_no_library_and_the_machine_has_others(
     (others / "sitecustomize.py").write_text(NO_RPATH)
     monkeypatch.setenv("PYTHONPATH", str(others))
     monkeypatch.setenv("LD_LIBRARY_PATH", str(others))
+    with opened(place := MpiPlace(tmp_path), coordinator):
+        assert place.join("a0").worker_ids == (0, 1)
+
+
+@pytest.mark.parametrize("told", ["MPICH_CH4_NUM_VCIS=4", "MPI4PY_RC_INITIALIZE=1"])
+def test_they_meet_whatever_the_environment_has_for_other_mpi_programs(
+    tmp_path: Path, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, told: str
+) -> None:
+    """And, as after every test here, nothing is left of it."""
+    monkeypatch.setenv(*told.split("="))
     with opened(place := MpiPlace(tmp_path), coordinator):
         assert place.join("a0").worker_ids == (0, 1)
 

@@ -68,6 +68,9 @@ class MpiProcess(Child):
                 # A thread of MPI's would spin, and speak to whoever comes at any time. This
                 # beats MPICH_ASYNC_PROGRESS, which Cray's MPICH is told.
                 "MPIR_CVAR_ASYNC_PROGRESS": "0",
+                # With more of them MPICH has a second segment, which it leaves behind.
+                "MPIR_CVAR_CH4_NUM_VCIS": "1",
+                "MPI4PY_RC_INITIALIZE": "0",  # this beats what we tell mpi4py as it is imported
             }
             super().__init__(
                 Command(
