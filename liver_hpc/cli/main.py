@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,8 +33,11 @@ _FOLLOW_INTERVAL_S = 0.2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code."""
-    _open_closed_streams()
+    """Runs one command, by default this process's; returns its exit code."""
+    if arguments is None:
+        _open_closed_streams()
+        # Where whoever has started us ignores it, nobody learns how a child has ended.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     parser = new_parser()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what could come next
         from argcomplete import autocomplete

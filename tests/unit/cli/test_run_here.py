@@ -123,6 +123,20 @@ def test_outside_of_a_job_every_signal_stops_the_run(
     assert Path("runs/latest").resolve() == run.resolve()
 
 
+def test_how_its_coordinator_ends_is_heard_where_whoever_starts_it_ignores_children(
+    started: Callable[..., Here],
+) -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # a new process has it likewise
+    try:
+        here = started(kind="local")
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    here.await_coordinator(only_run)
+    code, shown = here.end(signal.SIGTERM)
+    assert shown.endswith(": stopped at step 7: SIGTERM\n")
+    assert code == cli.EXIT_OK
+
+
 def test_a_job_that_is_about_to_end_is_queued_again_and_goes_on(
     started: Callable[..., Here], in_job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
