@@ -38,7 +38,7 @@ from liver_hpc.coordinator.performer import Services
 from liver_hpc.coordinator.takeover import Left, what_is_left
 from liver_hpc.coordinator.tracking import tracked
 from liver_hpc.errors import ConfigError
-from liver_hpc.host.process import collect_seldom, raise_descriptor_limit, raise_thread_limit
+from liver_hpc.host.process import collect_seldom, raise_descriptor_limit, raise_soft_limits
 from liver_hpc.recipes.base import Recipe
 from liver_hpc.recipes.specs import versions_of
 from liver_hpc.rendezvous.mpi.network import MpiNetwork
@@ -127,7 +127,7 @@ def run_coordinator(directory: Path, control: Control, build: Build = services_o
     where it could not take over itself, and leaves all to the next one.
     """
     raise_descriptor_limit()
-    raise_thread_limit()
+    raise_soft_limits()
     collect_seldom()
     with ExitStack() as stack:
         try:

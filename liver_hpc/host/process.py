@@ -66,11 +66,14 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def raise_thread_limit() -> None:
-    """Raises the soft limit of this user's threads on this machine to the hard one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
+def raise_soft_limits() -> None:
+    """Raises the soft limits of this user's threads on this machine, and of the CPU time of a
+    process, to the hard ones. Slurm hands on those of the shell that a job was submitted from, and
+    a login node's may let nobody compute for more than minutes."""
+    for which in (resource.RLIMIT_NPROC, resource.RLIMIT_CPU):
+        soft, hard = resource.getrlimit(which)
+        if soft != hard:
+            resource.setrlimit(which, (hard, hard))
 
 
 def collect_seldom() -> None:

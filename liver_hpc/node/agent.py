@@ -53,7 +53,7 @@ from liver_hpc.cluster.slurm.together import own_agent
 from liver_hpc.config.load import load_run
 from liver_hpc.errors import LiverError
 from liver_hpc.host.child import Child, Command, kill_at_last
-from liver_hpc.host.process import end_of, quiet_thread, raise_thread_limit
+from liver_hpc.host.process import end_of, quiet_thread, raise_soft_limits
 from liver_hpc.host.version import version_fault
 from liver_hpc.host.warm import WarmProcess
 from liver_hpc.layout.coordinates import Layout
@@ -578,7 +578,7 @@ def _see_to_job(run_directory: Path) -> None:
 def main() -> NoReturn:
     """Runs the agent and exits with its code."""
     plan = parse_options()
-    raise_thread_limit()  # its workers', too
+    raise_soft_limits()  # its workers', too
     _log_to(plan.first.run_directory, plan.first.launch)
     if fault := version_fault(plan.version, "its coordinator"):
         # Before the run file is read, whose keys may be others.

@@ -120,17 +120,20 @@ def test_workers_get_their_ids_their_environment_and_their_logs(
     assert "worker 5 ended: exit code 1" in log
 
 
-def test_workers_may_have_as_many_threads_as_the_node_allows(run: Run) -> None:
+@pytest.mark.parametrize("limit", [resource.RLIMIT_NPROC, resource.RLIMIT_CPU])
+def test_workers_may_have_as_many_threads_and_as_much_cpu_time_as_the_node_allows(
+    run: Run, limit: int
+) -> None:
     run.open_rendezvous()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
-    resource.setrlimit(resource.RLIMIT_NPROC, (fewer(hard), hard))
+    soft, hard = resource.getrlimit(limit)
+    resource.setrlimit(limit, (fewer(hard), hard))
     try:
         run.launcher("works").launch(request(workers=1))
         (note,) = run.notes((0,))
     finally:
-        resource.setrlimit(resource.RLIMIT_NPROC, (soft, hard))
+        resource.setrlimit(limit, (soft, hard))
     assert isinstance(note["pid"], int)
-    assert resource.prlimit(note["pid"], resource.RLIMIT_NPROC) == (hard, hard)
+    assert resource.prlimit(note["pid"], limit) == (hard, hard)
 
 
 def test_a_node_is_checked_before_anything_starts_there(run: Run) -> None:

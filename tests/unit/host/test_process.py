@@ -25,7 +25,7 @@ from liver_hpc.host.process import (
     end_of,
     quiet_thread,
     raise_descriptor_limit,
-    raise_thread_limit,
+    raise_soft_limits,
     take_core,
 )
 
@@ -145,13 +145,19 @@ def test_the_soft_limit_is_raised_towards_the_hard_one(
         (4096, 4096, []),
     ],
 )
-def test_there_may_be_as_many_threads_as_the_hard_limit_says(
-    soft: int, hard: int, wanted: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("which", [resource.RLIMIT_NPROC, resource.RLIMIT_CPU])
+def test_there_may_be_as_many_threads_and_as_much_cpu_time_as_the_hard_limit_says(
+    soft: int,
+    hard: int,
+    wanted: list[tuple[int, int]],
+    which: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made: list[tuple[int, int]] = []
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, hard))
-    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: made.append(limits))
-    raise_thread_limit()
+    limits = {which: (soft, hard)}
+    monkeypatch.setattr(resource, "getrlimit", lambda each: limits.get(each, (1, 1)))
+    monkeypatch.setattr(resource, "setrlimit", lambda each, new: made.append(new))
+    raise_soft_limits()
     assert made == wanted
 
 
