@@ -41,6 +41,10 @@ EXIT_FAILED = 1
 EXIT_AGENT_GONE = 4
 """Exit status of a worker whose agent has closed its line."""
 
+_CLOCK = SystemClock()
+"""A warm process's for all that it forks: their times are compared, and the machine's clock may
+have been set, or the machine have slept, since the first of them."""
+
 
 class Worker:
     """Made, it has booted: alone, before it meets anybody. Once told who it is, its main thread
@@ -55,7 +59,7 @@ class Worker:
 
     def __init__(self, run_directory: Path, layout: Layout, device: Device) -> None:
         """Opens the data and rehearses one step of the coming layout. Not collective."""
-        self._clock = clock = SystemClock()
+        self._clock = clock = _CLOCK
         imported_s, started_s = process_age_s(), clock.now_s()
         self._run = RunDirectory(run_directory)
         self._config = config = self._run.config()

@@ -26,6 +26,11 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("unhurried_steps
 
 NOTING = "tests.integration.noting_rehearsals:NotingGPT"
 EXECUTED = "no warm process, workers are executed: "
+SET = """
+import os, time
+real = time.time
+time.time = lambda: real() + (900.0 if os.path.exists({path!r}) else 0.0)
+"""
 
 
 def running(run: RunDirectory, module: str) -> list[psutil.Process]:
@@ -75,6 +80,22 @@ def test_one_agent_rehearses_once_and_forks_all_workers_and_executes_when_it_can
     assert {each.transport for each in records.networks} == {"gloo tcp"}
     assert all("lo/127.0.0.1" in each.detail for each in records.networks)
     wait_until(lambda: not processes_of(run), 20.0, "the run's processes to end")
+
+
+def test_a_machine_whose_clock_is_set_or_that_slept_shows_no_other_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process goes on by the clock that it began with; what starts later would have another."""
+    (tmp_path / "sitecustomize.py").write_text(SET.format(path=str(tmp_path / "set")))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    run = start(run_config(tmp_path, ENDLESS))
+    watch(run, lambda status: status.step >= 1, 60.0)
+    (tmp_path / "set").touch()
+    request(run, ReplaceRequest(replace=0))
+    watch(run, lambda status: status.handoffs_done == 1, 60.0)
+    (handoff,) = stop_and_read(run).reconfigurations
+    took_s = handoff.first_step_ended_s - handoff.source_last_step_ended_s
+    assert 0.0 < took_s < 60.0
 
 
 @pytest.mark.long
