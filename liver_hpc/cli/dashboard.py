@@ -82,5 +82,8 @@ def forwarding(host: str, port: int) -> str:
     from getpass import getuser
     from socket import gethostname
 
-    user = f"{getuser()}@{gethostname()}"
-    return f"ssh -N -L {port}:{host}:{port} {user}"
+    try:
+        there = f"{getuser()}@{gethostname()}"
+    except (KeyError, OSError):  # nobody tells of this user here, as in some images
+        there = gethostname()
+    return f"ssh -N -L {port}:{host}:{port} {there}"

@@ -86,6 +86,15 @@ def test_the_line_that_forwards_a_port() -> None:
     assert forwarding("127.0.0.1", 4711) == f"ssh -N -L 4711:127.0.0.1:4711 {here}"
 
 
+def test_the_command_names_nobody_where_the_machine_knows_no_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
+    assert forwarding("127.0.0.1", 4711).endswith(f" {socket.gethostname()}")
+
+
 def test_a_port_that_is_taken_is_said_so(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
