@@ -61,12 +61,18 @@ class Exchange:
             (peer,) = set(pair) - {self._worker}
             prefix = PrefixStore(f"{self._keys}/{pair[0]}-{pair[1]}", store)
             rank, who = pair.index(self._worker), f"worker {peer} to exchange snapshots with"
-            backend = network.on_host().open_backend(prefix, rank, 2, limit_s, who)
+            backend = network.on_host().open_backend(
+                prefix, rank, 2, limit_s, who, self._check_open
+            )
             ranks = {member: number for number, member in enumerate(pair)}
             self._wires[peer] = GlooWire(backend, ranks, _HOST)
             if self._closed:
                 self.close()
-                raise TransferError("the exchange of snapshots is closed")
+            self._check_open()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransferError("the exchange of snapshots is closed")
 
     def swap(self, own: Snapshot, wards: Sequence[Snapshot], deadline: Deadline) -> None:
         """Sends this worker's snapshot to its partner, and takes in those of its wards, which are

@@ -6,9 +6,11 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import threading
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,6 +26,9 @@ from liver_hpc.transport.nccl_log import Chosen, NcclLog
 from liver_hpc.transport.streams import streams_of
 from liver_hpc.world.device import Device
 
+T = TypeVar("T")
+
+_LOOK_S = 0.05
 NCCL_LOG_BYTES = 4 * 2**20
 """So much that was read is left in a log of NCCL."""
 _INIT_LIMIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
@@ -38,6 +43,34 @@ def _meet(store: Any, size: int, deadline: Deadline) -> None:
     if store.add("came", 1) == size:
         store.set("all came", "yes")
     store.wait(["all came"], timedelta(seconds=deadline.remaining_s()))
+
+
+def _in_a_thread(work: Callable[[], T], look: Callable[[], None] = lambda: None) -> T:
+    """What `work`, in a thread of its own, gives or raises. look: called meanwhile; where it raises
+    the thread is left to end by itself."""
+    gave: list[T] = []
+    failed: list[BaseException] = []
+    left = threading.Event()
+
+    def run() -> None:
+        try:
+            gave.append(work())
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            if not left.is_set():  # else its traceback would keep what it connected with
+                failed.append(error)
+
+    thread = quiet_thread(run, "connect")
+    thread.join(_LOOK_S)
+    try:
+        while thread.is_alive():
+            look()
+            thread.join(_LOOK_S)
+    except BaseException:
+        left.set()
+        raise
+    if failed:
+        raise failed.pop()
+    return gave.pop()
 
 
 class Network:
@@ -105,7 +138,17 @@ class Network:
             options._timeout = timeout
             watch = gloo_sockets.Watch()
             options._devices = watch.listen(self._new_gloo_devices)
-            backend = gloo(store, rank, size, options)
+            limit = Deadline.after(SystemClock(), timeout_s, f"{peers} to connect")
+
+            def look() -> None:
+                check()
+                limit.check()
+
+            try:
+                backend = _in_a_thread(partial(gloo, store, rank, size, options), look)
+            except BaseException:
+                watch.end_waiting(size)
+                raise
             watch.prove(backend, store, rank, size, timeout, check)
             chosen = Chosen(("gloo tcp",), self._gloo_way())
         self._chosen[backend] = chosen
@@ -128,19 +171,13 @@ class Network:
         whose end has failed counts as open in its thread for ever, and torch ends what is open
         before it connects, which NCCL then refuses."""
         lane = self._device.new_lane()
-        failed: list[BaseException] = []
 
         def reduce() -> None:
-            try:
-                self._device.enter()
-                with lane.entered():
-                    backend.allreduce([torch.zeros(1, device=self._device.torch_device)]).wait()
-            except BaseException as error:  # noqa: BLE001 - raised again below
-                failed.append(error)
+            self._device.enter()
+            with lane.entered():
+                backend.allreduce([torch.zeros(1, device=self._device.torch_device)]).wait()
 
-        quiet_thread(reduce, "connect").join()
-        if failed:
-            raise failed.pop()
+        _in_a_thread(reduce)
         lane.finish(deadline, check)
 
     def transports(self, backends: Iterable[Any]) -> Chosen:

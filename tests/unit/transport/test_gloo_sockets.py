@@ -3,6 +3,7 @@ threads of this one play the members."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -21,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from liver_hpc.clock import Deadline, SystemClock, poll_until
 from liver_hpc.errors import LiverError, TransferError
 from liver_hpc.transport import gloo_sockets
 from liver_hpc.world.device import Device
@@ -273,3 +275,44 @@ def test_the_number_of_a_closed_connection_may_be_a_file_s(tmp_path: Path) -> No
         with gloo_sockets._opened(gloo_sockets.Socket(number, os.fstat(number).st_ino)) as its:
             assert its is None
         assert psutil.Process().num_fds() == before
+
+
+class GoneOnceItHasTold(dist.Store):  # type: ignore[misc,name-defined]
+    """Of a member that tells where it listens, and ends."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def wait(self, keys: list[str], timeout: Any = None) -> None:
+        raise RuntimeError("I am gone")
+
+
+@pytest.mark.parametrize("addresses", [("127.0.0.1", "127.0.0.2"), ("127.0.0.2", "127.0.0.1")])
+@pytest.mark.parametrize(("timeout_s", "off_s"), [(60.0, 1.0), (1.0, 60.0)])
+def test_who_connects_to_a_member_that_is_gone_hears_that_it_is_off_and_leaves_nothing(
+    addresses: tuple[str, str], timeout_s: float, off_s: float
+) -> None:
+    """Which of two members waits for the other to come, gloo tells by their addresses: that one
+    waits five times as long as it is told."""
+    networks, store = [Network(CPU, address) for address in addresses], dist.HashStore()
+    began_s, before = time.monotonic(), _listening()
+
+    def check() -> None:
+        if time.monotonic() > began_s + off_s:
+            raise LiverError("it is off")
+
+    with pytest.raises(RuntimeError, match="I am gone"):
+        networks[1].open_backend(GoneOnceItHasTold(store), 1, 2, timeout_s)
+    with pytest.raises((LiverError, RuntimeError)) as told:
+        networks[0].open_backend(store, 0, 2, timeout_s, "workers [0, 3]", check)
+    assert time.monotonic() < began_s + 5.0
+    assert re.search("it is off|waited 1 s for workers.*0, 3|Connection refused", str(told.value))
+    del told  # in whose traceback gloo's device is
+    gc.collect()
+    deadline = Deadline.after(SystemClock(), 5.0, "the thread that connects, and its port")
+    poll_until(lambda: "connect" not in {each.name for each in threading.enumerate()}, deadline)
+    poll_until(lambda: _listening() <= before, deadline)
