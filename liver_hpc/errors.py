@@ -108,8 +108,6 @@ MODELS_ERRORS = (
 """What a model's own code raises where it cannot be built, or laid out so."""
 
 _NOT_THE_USERS = sys.stdlib_module_names | {"liver_hpc", "megatron", "torch", "numpy"}
-
-
 _MOST_TOLD = 1000
 
 

@@ -118,7 +118,7 @@ class NodeWorkers:
         self.polite = signal.SIGHUP if plan.sheltered else signal.SIGTERM
         self._ending = False
         self._workers: list[_Worker] = []
-        self._out_of_memory = kills_for_memory()
+        self._killed_before = kills_for_memory()
 
     def start(self, warm: WarmProcess | None) -> None:
         """Has them forked from a warm process where there is one that can. Raises LiverError."""
@@ -291,7 +291,7 @@ class NodeWorkers:
         )
 
     def _how(self, worker: _Worker) -> str:
-        how, killed = worker.process.how(), kills_for_memory() - self._out_of_memory
+        how, killed = worker.process.how(), kills_for_memory() - self._killed_before
         if how != f"signal {signal.SIGKILL:d}" or killed < 1:
             return how
         return f"{how}; since the launch the kernel's memory killer has ended {killed} on this node"

@@ -99,9 +99,10 @@ class Watch:
         where it listens, and is gone, it waits five times the group's timeout, unless somebody
         connects in its place. What comes of it is nobody's."""
         for address in self._listeners.values():
-            for rank in range(size):
-                with contextlib.suppress(OSError), socket.create_connection(address, 1.0) as its:
-                    its.sendall(struct.pack("=Q", rank))
+            with contextlib.suppress(OSError):  # it listens no more, or takes nobody just now
+                for rank in range(size):
+                    with socket.create_connection(address, 1.0) as its:
+                        its.sendall(struct.pack("=Q", rank))
 
     def prove(
         self,
