@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -113,9 +114,21 @@ _MOST_TOLD = 1000
 
 def told_of(error: BaseException) -> str:
     """What a process tells others of an error that its log has whole: in one line, no more than
-    1,000 characters of it, with its kind and its place in a user's code."""
-    said = " ".join(f"{type(error).__name__}: {error}".split())[:_MOST_TOLD]
-    return said + place_in_users_code(error)
+    1,000 characters of it, with its kind and its place in a user's code. One without words, as a
+    bare `assert` raises, is told by the statement that raised it."""
+    words = f"{type(error).__name__}: {str(error) or _statement(error)}"
+    said, place = " ".join(words.split())[:_MOST_TOLD], place_in_users_code(error)
+    return said.removesuffix(place) + place
+
+
+def _statement(error: BaseException) -> str:
+    """What raised it, as it stands in its file, and where; empty where that is not to be had."""
+    for raised in traceback.extract_tb(error.__traceback__)[-1:]:
+        first = raised.lineno or 0
+        lines = range(first, (raised.end_lineno or first) + 1)
+        text = "".join(linecache.getline(raised.filename, line) for line in lines)
+        return f"{text} ({raised.filename}, line {first})"
+    return ""
 
 
 def place_in_users_code(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from liver_hpc.errors import MODELS_ERRORS, PlanError, place_in_users_code
+from liver_hpc.errors import MODELS_ERRORS, PlanError, place_in_users_code, told_of
 from liver_hpc.layout.coordinates import Coordinate, Layout, RankMap
 from liver_hpc.layout.tensors import Chunks, First, ModelSpec, TensorSpec, pipeline
 from liver_hpc.recipes.base import BuildContext, Recipe
@@ -393,7 +393,7 @@ def _refusal(refused: dict[str, str], layout: Layout) -> Iterator[None]:
     try:
         yield
     except MODELS_ERRORS as error:
-        refused[str(layout)] = str(error) or type(error).__name__
+        refused[str(layout)] = str(error) or told_of(error)
 
 
 _derivations: dict[Recipe, Derivation] = {}
