@@ -49,6 +49,21 @@ def test_a_snapshot_holds_the_share_as_it_was(
 
 
 @pytest.mark.parametrize(("model", "dtype"), MODELS)
+def test_a_part_of_what_is_held_is_found(model: ModelSpec, dtype: torch.dtype) -> None:
+    layout = Layout(2, 1, 2)
+    for at in layout.coordinates():
+        state = filled(model, layout, at, dtype)
+        snapshot = share_of(state)
+        for kind, index, box in snapshot_boxes(model, layout, at):
+            inner = box._replace(
+                row0=(box.row0 + box.row1) // 2, col1=(box.col0 + box.col1 + 1) // 2
+            )
+            bits, values = snapshot.find(kind, index, inner), state.view(kind, index, inner)
+            assert bits is not None
+            assert torch.equal(bits.view(values.dtype), values)
+
+
+@pytest.mark.parametrize(("model", "dtype"), MODELS)
 def test_the_digests_of_all_shares_are_those_of_the_state_in_whatever_layout(
     model: ModelSpec, dtype: torch.dtype
 ) -> None:
