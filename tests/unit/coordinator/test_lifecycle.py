@@ -35,6 +35,7 @@ from liver_hpc.run.outcome import Outcome, WorldNote
 from tests.fakes import Fault
 from tests.unit.checkpoint.disk import scalar_state
 from tests.unit.coordinator.live import LIMIT_S, SECRET, Start
+from tests.unit.coordinator.test_store import Asker
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -338,6 +339,14 @@ def test_a_run_whose_file_system_is_gone_trains_on(tmp_path: Path) -> None:
     epoch.path.unlink()
     assert epoch.is_removed()
     assert not elsewhere.is_removed()
+
+
+def test_a_wait_in_the_store_ends_in_its_time(make: Start) -> None:
+    run = make()
+    asker = Asker(run.coordinator._store)
+    number = asker.begin("get", "of nobody", timeout_s=0.05)
+    run.until(lambda: number in asker.replies, "the answer")
+    assert "waited 0.05 s" in asker.replies[number].error
 
 
 def test_an_agent_that_is_not_expected_is_refused(make: Start) -> None:
