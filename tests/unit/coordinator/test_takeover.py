@@ -556,11 +556,11 @@ def test_a_core_that_decides_otherwise_takes_nothing_over(make: Callable[..., Mo
     reached(run, 2)
     entries = run.metrics.entries
     other = tiny_run(train={"steps": 3, "global_batch": 16})
-    with pytest.raises(ConfigError, match="wanted"):
-        what_is_left(
-            [entry._replace(actions=[]) for entry in entries],
-            lambda: new_core(other, run._services),
-        )
+    did_nothing = [entry._replace(actions=[]) for entry in entries]
+    did_more = [entry._replace(actions=entry.actions or [{"type": "note"}]) for entry in entries]
+    for written, config in ((did_nothing, other), (did_more, run.config)):
+        with pytest.raises(ConfigError, match="wanted"):
+            what_is_left(written, lambda config=config: new_core(config, run._services))
 
 
 def test_a_start_that_has_ended_is_not_taken_over(
