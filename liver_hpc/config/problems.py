@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar, get_args, get_origin
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -69,7 +70,7 @@ def _real_path(detail: ErrorDetails, values: Any) -> KeyPath:
 def _text(details: list[ErrorDetails], path: KeyPath, model: type[BaseModel]) -> str:
     """One key's problem; it has several details where the schema allows several types."""
     kind, got, key = details[0]["type"], details[0]["input"], str(path[-1]) if path else ""
-    if kind in ("extra_forbidden", "invalid_key"):
+    if kind in ("extra_forbidden", "invalid_key", "unexpected_keyword_argument"):
         valid = sorted(_fields_at(model, path[:-1]))
         close = difflib.get_close_matches(key, valid, n=1)
         meant = f"; did you mean {close[0]!r}?" if close else ""
@@ -104,6 +105,10 @@ def _wanted(detail: ErrorDetails, key: str) -> str:
 def _fields_at(annotation: Any, path: KeyPath) -> list[str]:
     """Keys that the section at a path below a type may have."""
     arguments = get_args(annotation)
+    if isinstance(annotation, type) and is_dataclass(annotation):
+        if path:
+            return _fields_at(get_type_hints(annotation).get(str(path[0])), path[1:])
+        return [field.name for field in fields(annotation)]
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         if not path:
             return list(annotation.model_fields)

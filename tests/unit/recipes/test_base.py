@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,19 @@ def test_a_misspelt_option_is_refused_unless_its_model_says_otherwise() -> None:
     assert options_of(RootModel[dict[str, int]], {"wdith": 1}).model_dump() == {"wdith": 1}
 
 
+@dataclass
+class Inner:
+    width: int = 64
+
+
+@dataclass
+class Own:
+    inner: Inner | None = None
+
+
 class Nested(BaseModel):
     head: Plain = Plain()
+    own: Own = Own()
     heads: list[Plain] = []
     named: dict[str, Plain] = {}
     others: Open = Open()
@@ -82,6 +94,7 @@ class Nested(BaseModel):
         ({"heads": [{"w": 1}, {"wdith": 1}]}, "heads.1"),
         ({"named": {"a": {"wdith": 1}}}, "named.a"),
         ({"rows": [{"wdith": 1}]}, "rows.0"),
+        ({"own": {"inner": {"wdith": 1}}}, "own.inner"),
     ],
 )
 def test_a_misspelt_option_of_a_section_is_refused(model: dict[str, Any], key: str) -> None:
