@@ -291,6 +291,8 @@ def find_recipe(name: str, directory: Path | None) -> type[Recipe]:
     recipe_class = getattr(module, class_name, None)
     if not (isinstance(recipe_class, type) and issubclass(recipe_class, Recipe)):
         raise ConfigError(f"recipe: {module_name!r} has no subclass of Recipe named {class_name!r}")
+    if not (isinstance(recipe_class.Options, type) and issubclass(recipe_class.Options, BaseModel)):
+        raise ConfigError(f"recipe: {name}.Options: wanted a subclass of pydantic.BaseModel")
     return recipe_class
 
 

@@ -36,6 +36,18 @@ def test_a_recipe_is_imported_where_megatron_wants_triton_and_no_cuda_is(
     assert "triton" not in sys.modules
 
 
+def test_options_that_are_no_model_of_pydantics_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ("from liver_hpc.recipes.base import Recipe", "class Own(Recipe): Options = dict")
+    (tmp_path / "with_a_dict.py").write_text("\n".join(lines))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(
+        ConfigError, match=r"with_a_dict:Own.Options: wanted a subclass of pydantic"
+    ):
+        find_recipe("with_a_dict:Own", tmp_path)
+
+
 class Plain(BaseModel):
     """As a page of the documentation shows it."""
 
