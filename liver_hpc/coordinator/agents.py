@@ -199,10 +199,10 @@ class NodeAgents:
         """Ends a launch by force, and others with it only where its agent does not answer."""
         if launch not in self._agent_of:
             return  # it may have failed
-        log.warning("agent %s has not ended by itself: killed", launch)
+        log.info("agent %s is ended by force, if it has not ended", launch)
         agent = self._agent_of[launch]
         if self._takes_orders(agent):
-            order = m.EndWorkers(launch=launch, reason="it has not ended by itself", at_once=True)
+            order = m.EndWorkers(launch=launch, reason="its time to end is over", at_once=True)
             self._registry.send((agent,), order)
             waits_for = f"agent {agent} to end the workers of {launch}"
             self._killed[launch] = Deadline.after(self._clock, self._end_s, waits_for)

@@ -63,7 +63,7 @@ class EndAgent:
 
 @dataclass(frozen=True)
 class KillAgent:
-    """End an agent by force: it did not end by itself."""
+    """End an agent by force: its time to end by itself, if it had any, is over."""
 
     agent: str
 

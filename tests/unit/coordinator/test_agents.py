@@ -144,7 +144,7 @@ def test_one_launch_is_ended_and_the_others_are_not(book: Book) -> None:
     book.agents.kill("a1")
     assert book.sent(sent)[1:] == [
         m.EndWorkers(launch="a1", reason="of no more use"),
-        m.EndWorkers(launch="a1", reason="it has not ended by itself", at_once=True),
+        m.EndWorkers(launch="a1", reason="its time to end is over", at_once=True),
     ]
     assert book.launcher.alive("a0")
     book.agents.heard(said("a1", 0))
