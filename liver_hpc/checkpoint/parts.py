@@ -42,7 +42,7 @@ class Save:
         waits: bool = False,
     ) -> None:
         self.scalars = world.scalar_state(step)
-        self._worker, self._generation = world.worker, world.generation
+        self._worker, self.generation = world.worker, world.generation
         self._rank = world.rank_map.layout.rank(world.at)
         self._clock, self._started_s = context.clock, context.clock.now_s()
         self._where, self._waits = directory, waits
@@ -90,7 +90,7 @@ class Save:
             return self.failed(problem)
         return Saved(
             worker=self._worker,
-            generation=self._generation,
+            generation=self.generation,
             scalars=self.scalars,
             num_bytes=part.num_bytes,
             checksum=part.checksum,
@@ -118,7 +118,7 @@ class Save:
 
     def failed(self, reason: str) -> Saved:
         """What the coordinator is told then."""
-        worker, generation = self._worker, self._generation
+        worker, generation = self._worker, self.generation
         return Saved(worker=worker, generation=generation, scalars=self.scalars, error=reason)
 
     def _logged(self, error: Exception) -> str:

@@ -140,11 +140,12 @@ class Saving:
         finally:
             self._waited_for = None
 
-    def interrupt(self) -> None:
-        """Has training wait for nobody's part any more; from any thread."""
-        if (made := self._waited_for) is not None:
+    def interrupt(self, generation: int) -> None:
+        """Has training wait for nobody's part any more in worlds up to `generation`; from any
+        thread, which may be late."""
+        if (made := self._waited_for) is not None and made.generation <= generation:
             made.interrupt()
-        if (writing := self._writing) is not None:
+        if (writing := self._writing) is not None and writing.generation <= generation:
             writing.in_vain = True
             writing.give_up(_LOST)
 
@@ -193,6 +194,7 @@ class _Writing(threading.Thread):
         self, context: WorkerContext, made: Save, world: World, new_memory: NewMemory
     ) -> None:
         super().__init__(name="checkpoint", daemon=True)
+        self.generation = made.generation
         self.taken = threading.Event()
         self.told = False
         self.took_s = 0.0

@@ -193,10 +193,10 @@ class Snapshots:
         for each in snapshots:
             self._memory.give_back(each.chunks_so_far)
 
-    def interrupt(self) -> None:
-        """From any thread, where the world is about to be let go: whoever waits for a snapshot goes
-        on, and nobody is told that it has failed."""
-        if (taking := self._taking) is not None:
+    def interrupt(self, generation: int) -> None:
+        """From any thread, which may be late, where worlds up to `generation` are about to be let
+        go: whoever waits for a snapshot goes on, and nobody is told that it has failed."""
+        if (taking := self._taking) is not None and taking.generation <= generation:
             taking.interrupt()
 
     def held(self) -> tuple[HeldSnapshot, ...]:

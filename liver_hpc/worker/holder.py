@@ -215,8 +215,8 @@ class WorldHolder:
         all_at_once([*ends, *closes], "halt", ENDS_S)
         if self._generation > generation:
             return
-        self._snapshots.interrupt()
-        self._saving.interrupt()
+        self._snapshots.interrupt(generation)
+        self._saving.interrupt(generation)
         proceed.set()
 
     def _check_halt(self) -> None:

@@ -578,7 +578,7 @@ def test_training_waits_for_no_peers_part_once_its_world_is_to_be_let_go(
     )
     waits.start()
     assert store.waits.wait(WAIT_S)
-    seat.saving.interrupt()
+    seat.saving.interrupt(seat.world.generation)
     waits.join(WAIT_S)
     assert not waits.is_alive()
     (saved,) = seat.told(1)
@@ -611,7 +611,7 @@ def test_training_writes_no_further_box_once_its_world_is_to_be_let_go(
 
     def slow_view(kind: str, index: int, box: Box) -> torch.Tensor:
         viewed.append(index)
-        seat.saving.interrupt()
+        seat.saving.interrupt(seat.world.generation)
         return view(kind, index, box)
 
     monkeypatch.setattr(seat.state, "digests", lambda _kinds: ())
@@ -634,7 +634,10 @@ def test_the_first_rank_waits_for_no_part_of_a_checkpoint_that_is_given_up(
     assert store.waits.wait(WAIT_S)
     waits = threading.Thread(target=seat.saving.begin, args=(seat.world, 5), daemon=True)
     waits.start()
-    getattr(seat.saving, ends)()
+    if ends == "interrupt":
+        seat.saving.interrupt(seat.world.generation)
+    else:
+        seat.saving.halt()
     waits.join(WAIT_S / 2)
     assert not waits.is_alive()
     assert store.closed.is_set()
@@ -651,7 +654,7 @@ def test_training_waits_for_no_disk_once_its_world_is_to_be_let_go(
     assert held.writes.wait(WAIT_S)
     waits = threading.Thread(target=seat.saving.begin, args=(seat.world, 5), daemon=True)
     waits.start()
-    seat.saving.interrupt()
+    seat.saving.interrupt(seat.world.generation)
     waits.join(WAIT_S / 2)
     assert not waits.is_alive()
     assert [saved.scalars.step for saved in seat.told(2)] == [4, 5]

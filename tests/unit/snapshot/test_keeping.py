@@ -393,7 +393,7 @@ def test_whenever_one_of_them_is_lost_a_boundary_is_left_whole(order: list[int],
         able = crew.able()
         crew.do(*able[number % len(able)])
     for each in crew.keepers:
-        each.snapshots.interrupt()
+        each.snapshots.interrupt(0)
         each.snapshots.halt()
     left = [each for place, each in enumerate(crew.keepers) if place != lost]
     if crew.counted >= 0:
@@ -454,7 +454,7 @@ def test_where_another_one_fails_all_open_another_exchange_at_the_same_boundary(
 def test_who_waits_is_freed_by_an_interrupt_and_nobody_is_told() -> None:
     one = of_a_pair(1)
     one.begin()
-    timer = threading.Timer(0.2, one.snapshots.interrupt)
+    timer = threading.Timer(0.2, one.snapshots.interrupt, (0,))
     timer.start()
     began_s = time.monotonic()
     assert one.flags() == Flags()

@@ -261,6 +261,39 @@ def test_what_frees_one_round_late_lets_the_next_one_wait(
     assert thread.is_alive()
 
 
+def test_what_frees_one_round_late_gives_up_no_checkpoint_of_the_next_one(
+    keeper: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Connections of snapshots may take their time to close; the next world saves meanwhile."""
+    closing, goes_on, given_up = threading.Event(), threading.Event(), list[int]()
+
+    def interrupt(*_generation: int) -> None:
+        closing.set()
+        assert goes_on.wait(10)
+
+    monkeypatch.setattr(keeper._snapshots, "interrupt", interrupt)
+    late = threading.Thread(target=keeper._break, args=(GENERATION,), daemon=True)
+    late.start()
+    assert closing.wait(10)
+
+    def comes_late() -> None:
+        goes_on.set()
+        late.join(10)
+        assert not late.is_alive()
+
+    def save(_context: WorkerContext, world: Any, step: int, *_where: Any, waits: bool) -> Any:
+        return SimpleNamespace(
+            generation=world.generation,
+            now=lambda _world: None,
+            interrupt=lambda: given_up.append(step),
+        )
+
+    monkeypatch.setattr("liver_hpc.checkpoint.saving.Save", save)
+    world: Any = SimpleNamespace(generation=GENERATION + 1, settle=lambda: None)
+    keeper._saving.now(world, 4, Path("checkpoints"), comes_late)
+    assert not given_up
+
+
 def test_who_has_no_world_lets_none_go() -> None:
     """As a joiner whose attempt has failed."""
     one = Holder()
