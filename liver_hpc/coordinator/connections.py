@@ -97,13 +97,13 @@ InboxEvent = (
 
 
 class Inbox:
-    """Many threads put, the event loop gets."""
+    """Many threads put, the event loop gets, until it is closed."""
 
     def __init__(self) -> None:
         # SimpleQueue.put is reentrant, so a signal handler may call it.
         self._events: queue.SimpleQueue[InboxEvent] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._closed = False
+        self.closed = False
 
     def put(self, event: InboxEvent) -> None:
         """From any thread or signal handler."""
@@ -115,7 +115,7 @@ class Inbox:
         Raises DeadlineError, InboxClosed, and what the loop answers with.
         """
         with self._lock:
-            if self._closed:
+            if self.closed:
                 raise InboxClosed
             self._events.put(question)  # type: ignore[arg-type]  # Met and Asked are all there is
         try:
@@ -136,7 +136,7 @@ class Inbox:
     def close(self) -> None:
         """Questions get an error for an answer, before and after. Idempotent."""
         with self._lock:
-            self._closed = True
+            self.closed = True
         while (event := self.get(0.0)) is not None:
             if isinstance(event, Question):
                 event.answer.set_exception(InboxClosed())
@@ -177,7 +177,7 @@ class Control:
         self._pass_notes_on()
 
     def _pass_notes_on(self) -> None:
-        if self._inbox is not None:
+        if self._inbox is not None and not self._inbox.closed:  # else the next start shows them
             with suppress(IndexError):  # until there is none
                 while True:
                     self._inbox.put(PoolNote(self._notes.popleft()))

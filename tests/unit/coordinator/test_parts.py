@@ -20,7 +20,7 @@ from liver_hpc.layout.coordinates import Layout, RankMap
 from liver_hpc.protocol.actions import Ended
 from liver_hpc.protocol.events import Requested, WorldRef
 from liver_hpc.protocol.messages import Reply, StatusRequest, StepDone
-from liver_hpc.run.events import EndNear, StopSignalled
+from liver_hpc.run.events import EndNear, PoolNote, StopSignalled
 from liver_hpc.run.outcome import Outcome, open_log, write_private_json
 from liver_hpc.run.recorder import RunRecorder
 from liver_hpc.run.requests import OPERATOR, ReconfigurationRequest, RequestQueue
@@ -74,6 +74,17 @@ def test_a_signal_reaches_each_start_whenever_it_came() -> None:
         assert inbox.get(0.0) == StopSignalled("SIGTERM")
         assert isinstance(inbox.get(0.0), EndNear)
         assert inbox.empty()
+
+
+def test_what_is_noted_between_two_starts_is_shown_by_the_next_one() -> None:
+    """What a start has closes for a while after its loop has ended."""
+    control, inboxes = Control(), (Inbox(), Inbox())
+    control.reach(inboxes[0])
+    inboxes[0].close()
+    control.note("tracking has ended")
+    control.reach(inboxes[1])
+    assert inboxes[1].get(0.0) == PoolNote("tracking has ended")
+    assert inboxes[1].empty()
 
 
 # ---- requests
