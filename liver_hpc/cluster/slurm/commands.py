@@ -84,9 +84,10 @@ _HERE = ("--local", "--all")
 like one without our jobs; and of hidden partitions, too."""
 _PREFERENCES = ("SQUEUE_", "SINFO_", "SCANCEL_", "SCONTROL_", "SACCT_", "SBATCH_CLUSTERS")
 """Variables of users that would hide jobs, have questions asked, or lead to another cluster."""
-_OF_NEW_JOBS = {"SBATCH_EXPORT", "SBATCH_WAIT", "SBATCH_ARRAY_INX", "SBATCH_ERROR"}
+_OF_NEW_JOBS = {f"SBATCH_{name}" for name in ("EXPORT", "WAIT", "ARRAY_INX", "ERROR", "SIGNAL")}
 """Likewise, that would keep the environment from a job, in which neither Python nor a recipe would
-be found, have sbatch wait for its end, make an array of it, or keep its errors from its log."""
+be found, have sbatch wait for its end, make an array of it, keep its errors from its log, or end
+by an early signal what keeps burst nodes."""
 
 CommandRunner = Callable[[Sequence[str], float], "subprocess.CompletedProcess[str]"]
 """Runs a command for at most so many seconds; raises TimeoutExpired, FileNotFoundError."""

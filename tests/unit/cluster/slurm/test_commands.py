@@ -242,7 +242,7 @@ def test_a_command_runs_in_the_environment_of_no_job(monkeypatch: pytest.MonkeyP
     assert not any(line.startswith("SLURM_JOB_ID") for line in printed)
     hides = {"SQUEUE_PARTITION": "gpu", "SCANCEL_INTERACTIVE": "1", "SBATCH_CLUSTERS": "a"}
     hides |= {"SBATCH_EXPORT": "NONE", "SBATCH_WAIT": "1", "SBATCH_ARRAY_INX": "0-3"}
-    hides |= {"SBATCH_ERROR": "errors/%j", "SBATCH_ACCOUNT": "a"}
+    hides |= {"SBATCH_ERROR": "errors/%j", "SBATCH_SIGNAL": "B:USR2@60", "SBATCH_ACCOUNT": "a"}
     for name, value in hides.items():
         monkeypatch.setenv(name, value)
     for environment in (None, os.environ):
