@@ -8,7 +8,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from operator import attrgetter
 
 from liver_hpc.report.critical_path import CriticalPath, critical_path
@@ -35,17 +35,14 @@ from liver_hpc.run.records import (
     StepRecord,
 )
 
-_TIMES = [f.name for f in fields(ReconfigurationRecord) if f.name.endswith("_s")]
-_TIMES.remove("pause_s")
-
 
 @dataclass(frozen=True)
 class PhaseFigures:
     """How long each phase of an attempt took, in seconds; NaN for a phase that did not end.
 
-    boot: notice to the last joiner's Hello, without the time that the notice had to wait its turn;
-    prepare: to all workers prepared; boundary: to the end of the source's last step; transfer: to
-    the parameters' verdict; commit: to the commit verdict; release: to the source world's end.
+    boot: from the attempt's beginning to the last joiner's Hello; prepare: to all workers prepared;
+    boundary: to the end of the source's last step; transfer: to the parameters' verdict; commit: to
+    the commit verdict; release: to the source world's end.
     """
 
     boot_s: float
@@ -228,8 +225,7 @@ def _evaluated_s(evaluations: Iterable[EvaluationRecord]) -> float:
 def _attempts(
     records: RunRecords, worlds: Mapping[int, GenerationFigures], times: StepTimes
 ) -> tuple[ReconfigurationFigures, ...]:
-    begun_s = _begun_s(records.reconfigurations)
-    beside = _steps_beside(records, begun_s)
+    beside = _steps_beside(records)
     in_order = sorted(records.steps, key=attrgetter("started_s"))
     trained_on = {attempt: generation for generation, attempt in built_anew(records).items()}
     crossings: dict[int, list[CrossingRecord]] = defaultdict(list)
@@ -259,7 +255,7 @@ def _attempts(
                 reconfiguration_s=record.first_step_ended_s - record.notice_s,
                 median_is_disturbed=any(worlds[each].median_is_disturbed for each in used),
                 phases=PhaseFigures(
-                    boot_s=record.boot_ended_s - begun_s[record.generation],
+                    boot_s=record.boot_ended_s - record.began_s,
                     prepare_s=record.prepare_ended_s - record.prepare_started_s,
                     boundary_s=record.source_last_step_ended_s - record.armed_s,
                     transfer_s=record.transfer_ended_s - record.source_last_step_ended_s,
@@ -316,9 +312,7 @@ def _slowdown_s(
     return finite_sum(slow_s)
 
 
-def _steps_beside(
-    records: RunRecords, begun_s: Mapping[int, float]
-) -> Mapping[int, list[StepRecord]]:
+def _steps_beside(records: RunRecords) -> Mapping[int, list[StepRecord]]:
     """The steps that each attempt, by its generation, disturbed.
 
     A source step belongs to one attempt away from its world: the last that had begun by its end.
@@ -326,29 +320,18 @@ def _steps_beside(
     """
     found: dict[int, list[StepRecord]] = defaultdict(list)
     anew = built_anew(records)
-    away: dict[int, list[int]] = defaultdict(list)  # in the order in which they began
+    away: dict[int, list[ReconfigurationRecord]] = defaultdict(list)  # in the order of their starts
     for attempt in records.reconfigurations:
-        away[attempt.source_generation].append(attempt.generation)
+        away[attempt.source_generation].append(attempt)
     for step in records.steps:
         if step.phase == "release":
             found[step.generation].append(step)
         elif step.phase == "first" and step.generation in anew:
             found[anew[step.generation]].append(step)
         elif step.phase == "prepare" and (attempts := away.get(step.generation)):
-            begun = bisect_right(attempts, step.ended_s, key=begun_s.__getitem__)
-            found[attempts[max(begun - 1, 0)]].append(step)
+            begun = bisect_right(attempts, step.ended_s, key=attrgetter("began_s"))
+            found[attempts[max(begun - 1, 0)].generation].append(step)
     return found
-
-
-def _begun_s(attempts: Sequence[ReconfigurationRecord]) -> dict[int, float]:
-    """When each attempt began at the earliest: with its notice, but after the one before it."""
-    begun_s: dict[int, float] = {}
-    over_s = -math.inf
-    for attempt in attempts:
-        begun_s[attempt.generation] = max(attempt.notice_s, over_s)
-        times_s = [getattr(attempt, name) for name in _TIMES]
-        over_s = max([over_s, *(time_s for time_s in times_s if not math.isnan(time_s))])
-    return begun_s
 
 
 # ---- recoveries, notices

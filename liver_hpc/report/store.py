@@ -74,7 +74,8 @@ class RecordsFold:
         self._tables = TABLES.keys() - leaves_out
         self._records = RunRecords([], [], [], {})
         self.held = HoldingsFold()
-        self._attempt: dict[str, Any] | None = None  # that has begun, and is not recorded
+        # One that has begun, and when; not recorded.
+        self._attempt: tuple[dict[str, Any], float] | None = None
         self._warned: dict[str, NoticeRecord] = {}  # of nodes, the same
 
     @property
@@ -104,7 +105,7 @@ class RecordsFold:
                     getattr(records, name).extend(rows)
                     self._recorded(name, action)
                 elif action["type"] == ATTEMPT_BEGINS:
-                    self._attempt = action
+                    self._attempt = action, entry.at_s
                 elif action["type"] == "end":  # whose coordinator has recorded what was open
                     self._attempt, self._warned = None, {}
             self.held.take(entry)
@@ -140,10 +141,11 @@ class RecordsFold:
     def _broken_off(self) -> None:
         """Another start begins: a handoff that was under way has come to nothing, and what was
         open stays so."""
-        records, action = self._records, self._attempt
-        if action is not None:
+        records = self._records
+        if self._attempt is not None:
+            action, began_s = self._attempt
             begins = decode_attempt(action)
-            notes = AttemptNotes(begins.requested, begins.notice_s, began_s=begins.notice_s)
+            notes = AttemptNotes(begins.requested, begins.notice_s, began_s)
             ended = Ended(notes.generation, "failed", BROKEN_OFF, begins.requested.source)
             done = records.steps[-1].step + 1 if records.steps else 0
             records.reconfigurations.append(notes.record(ended, math.nan, done, lambda _: ""))

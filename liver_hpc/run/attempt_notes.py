@@ -110,6 +110,7 @@ class AttemptNotes:
             bytes_moved=sum(message.bytes_out for message in prepared),
             bytes_local=sum(message.bytes_local for message in prepared),
             notice_s=self.notice_s,
+            began_s=self.began_s,
             boot_ended_s=self._entered_s(Phase.PREPARE),
             prepare_started_s=self._entered_s(Phase.PREPARE),
             prepare_ended_s=self._entered_s(Phase.ARMED),

@@ -202,14 +202,14 @@ class HandoffEstimator:
     def observe(self, record: ReconfigurationRecord, source: RankMap, target: RankMap) -> None:
         """A handoff has been completed."""
         if len({*target.workers} - {*source.workers}) > record.spares:
-            _note(self._boot_s, record.boot_ended_s - record.notice_s)
+            _note(self._boot_s, record.boot_ended_s - record.began_s)
         _note(self._prepare_s, record.prepare_ended_s - record.prepare_started_s)
         evaluated_s, until_s = self._last_evaluation
         stopped_s, armed_s = record.source_last_step_ended_s, record.armed_s
         within_s = max(0.0, min(until_s, stopped_s) - max(evaluated_s, armed_s))
         _note(self._boundary_s, stopped_s - armed_s - within_s)
         _note(self._release_s, record.released_s - record.committed_s)
-        beside_s = record.prepare_ended_s - record.notice_s
+        beside_s = record.prepare_ended_s - record.began_s
         if beside_s > 0 and math.isfinite(beside_s):
             self._slowdowns.append(min(1.0, self._slowed_s / beside_s))
         self._slowed_s = 0.0
@@ -274,8 +274,7 @@ class HandoffEstimator:
     def prepare_s(self, to_boot: int) -> float:
         """The boot of so many joiners, and PREPARE."""
         assumed_boot_s = min(ASSUMED_BOOT_S, self._limits.boot_s)
-        # The notice may have waited its turn before anything booted: the slowest says too much.
-        boot_s = median_high(self._boot_s) if self._boot_s else assumed_boot_s
+        boot_s = max(self._boot_s, default=assumed_boot_s)
         prepare_s = max(self._prepare_s, default=min(ASSUMED_PREPARE_S, self._limits.prepare_s))
         return prepare_s + (boot_s if to_boot > 0 else 0.0)
 

@@ -78,7 +78,8 @@ class ReconfigurationRecord:
     step: how many were done at the boundary, or, without one, when the attempt ended. digest_equal:
     whether both sides held the same state. bytes_moved: between workers, by the plan. bytes_local:
     copied within them; what goes on in the same memory is in neither. notice_s: when the reason
-    came. boot_ended_s: all joiners had booted.
+    came. began_s: when the attempt did, which may have had to wait for its turn, or for nodes.
+    boot_ended_s: all joiners had booted.
     prepare_started_s: PREPARE began. prepare_ended_s: all workers had prepared.
     armed_s: they were told to stop at a boundary.
     source_last_step_ended_s: the last of the source's workers had ended its last step, and the
@@ -110,6 +111,7 @@ class ReconfigurationRecord:
     bytes_moved: int
     bytes_local: int
     notice_s: float
+    began_s: float
     boot_ended_s: float
     prepare_started_s: float
     prepare_ended_s: float

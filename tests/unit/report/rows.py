@@ -62,6 +62,7 @@ def reconfiguration(**fields: Any) -> ReconfigurationRecord:
         "bytes_between_nodes": 2_000_000,
         "spares": 0,
     }
+    values["began_s"] = fields.get("notice_s", values["notice_s"])
     missing = ReconfigurationRecord.__dataclass_fields__.keys() - values.keys()
     return ReconfigurationRecord(**dict.fromkeys(missing, math.nan) | values | fields)
 

@@ -239,7 +239,7 @@ def test_each_disturbed_step_is_of_one_attempt() -> None:
     first = reconfiguration(
         generation=1, outcome="aborted", notice_s=104.0, boot_ended_s=105.0, prepare_started_s=105.0
     )
-    second = reconfiguration(generation=2, outcome="aborted", notice_s=104.5)
+    second = reconfiguration(generation=2, outcome="aborted", notice_s=104.5, began_s=105.0)
     steps = [
         step(0, started_s=102.0),
         step(1, started_s=103.0),

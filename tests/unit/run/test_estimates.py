@@ -248,11 +248,13 @@ def test_what_an_aborted_attempt_slowed_down_is_not_the_next_ones() -> None:
     assert asked.price(DP2, TP2_DP2, 0) == other.price(DP2, TP2_DP2, 0)
 
 
-def test_a_notice_that_waited_long_is_no_slow_boot() -> None:
-    asked = estimator()
-    for notice_s in (100.0, 0.0, 101.0):
-        observe(asked, notice_s=notice_s)
+def test_a_notice_that_waited_long_is_no_slow_boot_and_slowed_nothing_meanwhile() -> None:
+    asked, other = estimator(), estimator()
+    for one, notice_s in ((asked, 0.0), (other, 100.0)):
+        one.observe_slowed(10.0, BATCH)
+        observe(one, notice_s=notice_s, began_s=100.0)
     assert asked.prepare_s(1) == 4 + 3
+    assert asked.price(DP2, TP2_DP2, 2) == other.price(DP2, TP2_DP2, 2)
 
 
 def test_a_shrink_says_nothing_of_booting() -> None:

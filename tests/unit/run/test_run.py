@@ -224,6 +224,18 @@ def test_a_layout_that_waits_for_burst_nodes_is_the_one_that_it_becomes(early: b
     assert not [*differences(play.journal(), play.scene.new_run)]
 
 
+def test_how_long_a_layout_waits_for_burst_nodes_is_no_part_of_its_handoff() -> None:
+    play = training(SCENES[3])
+    assert play.ask(m.ResizeRequest(workers=2)).text.startswith("waits for burst nodes")
+    play.wait(3_600.0)
+    play.grant(burst(3))
+    play.calm()
+    (row,) = play.watch.records
+    assert row.began_s - row.notice_s > 3_600.0
+    assert row.boot_ended_s - row.began_s < 1.0
+    assert play.run.elastic.estimates.handoffs.prepare_s(to_boot=1) < 2.0
+
+
 def test_a_layout_does_not_wait_for_burst_nodes_that_nobody_asks_for() -> None:
     """What waits is dropped, and what is asked for later is refused."""
     play, reason = training(SCENES[3]), "2.00 of 2 node hours are used"
