@@ -130,7 +130,7 @@ class ElasticPolicy:
     def _waits_for_nodes(self, request: ReconfigurationRequest, world: WorldRef) -> str:
         """That a request has to wait for nodes which the run asks for; empty when there is room.
 
-        Raises RequestRefused when there is none and nothing to wait for.
+        Raises RequestRefused when there is none and nothing to wait for, or too little.
         """
         joiners, free = request.joiners(world.rank_map), self.nodes.free_slots(ending=False)
         missing = 0 if free is None else max(0, joiners - free)
@@ -141,6 +141,8 @@ class ElasticPolicy:
             raise RequestRefused(short)
         if self.burst_over:
             raise RequestRefused(f"{short}; no burst nodes: {self.burst_over}")
+        if missing > (to_come := self.slots_to_come()):
+            raise RequestRefused(f"{short}; burst.max_nodes allows {to_come} more")
         return f"waits for burst nodes: {short}"
 
     def lost(self, before: Layout, now: Layout) -> None:

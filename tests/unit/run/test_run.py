@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from liver_hpc.config.schema import PolicySection
+from liver_hpc.config.schema import PolicySection, RunConfig
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.protocol import messages as m
 from liver_hpc.protocol.attempt import Phase
@@ -22,7 +22,7 @@ from tests.unit.run.choices import Choices
 from tests.unit.run.play import Play
 from tests.unit.run.remembered import remembered
 from tests.unit.run.replay import differences
-from tests.unit.run.scenes import LONGEST_WAIT_S, POLICY, SCENES, Scene, burst
+from tests.unit.run.scenes import ANY_NUMBER, LONGEST_WAIT_S, POLICY, SCENES, Scene, burst
 
 
 def in_boot(scene: object = TWO_NODES) -> Play:
@@ -222,6 +222,21 @@ def test_a_layout_that_waits_for_burst_nodes_is_the_one_that_it_becomes(early: b
     assert [row.notice for row in play.watch.records] == ["resize to tp2 pp1 dp2 (operator)"]
     assert not play.run.elastic.queue.not_granted
     assert not [*differences(play.journal(), play.scene.new_run)]
+
+
+def test_a_layout_does_not_wait_for_more_burst_nodes_than_may_be_held_at_once() -> None:
+    """Those that are held already count, too."""
+    config = SCENES[3].config.model_dump() | {"layouts": ANY_NUMBER}
+    config["cluster"]["slurm"]["burst"]["max_nodes"] = 2
+    play = training(replace(SCENES[3], config=RunConfig.model_validate(config)))
+    for more in (2, 1):
+        answer = play.ask(m.ResizeRequest(workers=4))
+        assert not answer.ok
+        assert answer.text.endswith(f"; burst.max_nodes allows {more} more")
+        assert play.run.snapshot(play.now_s, "", "").queued == ()
+        play.grant(burst(3))
+        play.calm()
+    assert play.ask(m.ResizeRequest(workers=3)).text.startswith("waits for burst nodes")
 
 
 def test_how_long_a_layout_waits_for_burst_nodes_is_no_part_of_its_handoff() -> None:
