@@ -53,6 +53,7 @@ class BurstPolicy:
         self._workers = 0
         self.pending: dict[str, int] = {}
         self.held: dict[str, Grant] = {}
+        self._useless = 0  # nodes of what is held, which count for `max_nodes` alone
         self.not_before_s = -math.inf
         self._backoff_s = config.backoff_s
 
@@ -61,6 +62,10 @@ class BurstPolicy:
     def want(self, workers: int) -> None:
         """So many workers could be used on burst nodes, held ones included."""
         self._workers = workers
+
+    def note_useful(self, nodes: int) -> None:
+        """So many of the nodes that are held need not be left."""
+        self._useless = max(0, sum(grant.nodes for grant in self.held.values()) - nodes)
 
     def submitted(self, job: str, nodes: int) -> None:
         self.pending[job] = nodes
@@ -148,7 +153,8 @@ class BurstPolicy:
 
     def _target_nodes(self) -> int:
         wanted = math.ceil(self._workers / self._slots_per_node)
-        return min(self._config.max_nodes, max(self._config.min_nodes, wanted))
+        useful = max(self._config.min_nodes, wanted)
+        return min(self._config.max_nodes, useful + self._useless)
 
     def _time_min(self, nodes: int) -> int:
         """The time limit with which `nodes` nodes at once stay below the cap."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from liver_hpc.cluster.slurm.replies import COMPLETING, RUNNING, JobInfo
@@ -185,6 +185,16 @@ class Holdings:
     def of(self, node: str) -> Allocation | None:
         """The allocation that holds the node."""
         return next((held for held in self._held.values() if node in held.nodes), None)
+
+    def useful(self, avoided: Container[str]) -> int:
+        """How many nodes of burst allocations need not be left; those that are taken anyway, and
+        soon, are not told from them."""
+        return sum(
+            node not in avoided and (node not in held.warned or held.is_taken(node))
+            for held in self._held.values()
+            if held.burst
+            for node in held.nodes
+        )
 
     def use(self, node: str) -> Allocation:
         """Where steps on the node belong; it is in use again. Raises LiverError when not held."""

@@ -261,6 +261,9 @@ class SlurmPool(NodePool):
         if self._burst.policy.exhausted:
             with self._lock:
                 self._tell_all(self._holdings.spent(now_s, now_s + self._drain_window_s))
+        with self._lock:
+            useful = self._holdings.useful(self._burst.avoided)
+        self._burst.policy.note_useful(useful)
         self._burst.act()
         self._tell_if_over()
 

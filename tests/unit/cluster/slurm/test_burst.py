@@ -47,6 +47,21 @@ def test_requests_of_several_nodes_stay_within_max_nodes(clock: FakeClock) -> No
     assert nodes(burst.to_submit()) == [3]
 
 
+def test_others_are_asked_for_in_the_place_of_nodes_that_have_to_be_left(clock: FakeClock) -> None:
+    """Which their allocation holds on to: all together are `max_nodes` at most."""
+    burst = policy(clock, max_nodes=3, nodes_per_request=2)
+    burst.want(2)
+    burst.submitted("1", 2)
+    burst.granted("1", 2)
+    burst.note_useful(1)
+    assert [request.nodes for request in burst.to_submit()] == [1]
+    burst.submitted("2", 1)
+    assert burst.to_submit() == []
+    assert burst.to_cancel() == []
+    burst.note_useful(2)
+    assert burst.to_cancel() == ["2"]
+
+
 def test_min_nodes_are_asked_for_whatever_is_wanted(clock: FakeClock) -> None:
     burst = policy(clock, min_nodes=2)
     assert nodes(burst.to_submit()) == [1, 1]

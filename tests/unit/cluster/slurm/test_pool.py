@@ -288,6 +288,33 @@ def test_a_burst_job_that_has_ended_does_not_count_as_held(
     watched.until(lambda: "9" not in held, "its end to count")
 
 
+@pytest.mark.parametrize("how", ["avoid", "reject", "drained"])
+def test_a_node_that_is_of_no_use_does_not_count_as_held(
+    how: str, tmp_path: Path, controller: Controller
+) -> None:
+    """Where others of its allocation are, that goes on to hold it."""
+    watched = Watched(tmp_path, controller, 0.05, max_nodes=4, nodes_per_request=2)
+    asked = lambda: [words[0] for words in controller.asked].count("sbatch")  # noqa: E731
+    watched.pool.start(watched.told.append)
+    try:
+        watched.pool.want(2)
+        watched.until(asked, "the request")
+        controller.says["scontrol"] = "n4\nn5\n"
+        controller.jobs[9] = "9|9|RUNNING|None|9999999999|n[4-5]|burst"
+        watched.until(lambda: "9" in watched.pool._burst.policy.held, "the grant")
+        assert asked() == 1
+        if how == "avoid":
+            watched.pool.avoid("n4")
+        elif how == "reject":
+            watched.pool.reject("n4", "its GPU is gone")
+        else:
+            controller.says["sinfo"] = "n4|ALLOCATED+DRAIN|\n"
+        watched.until(lambda: asked() == 2, "another request")
+    finally:
+        controller.jobs.clear()
+        watched.pool.close()
+
+
 def test_a_withdrawn_request_that_a_lost_controller_has_forgotten_is_withdrawn_again(
     watch: Callable[[float], Watched], controller: Controller
 ) -> None:
