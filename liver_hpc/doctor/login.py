@@ -177,7 +177,7 @@ def _switch(order: Order) -> Result:
 
 
 def slowest_handoff_s(runs_directory: Path) -> float:
-    """Notice to release of the slowest handoff in the newest run here, 0 when none is known. One
+    """Beginning to release of the slowest handoff in the newest run here, 0 when none is known. One
     that had to boot joiners does not count: whoever leaves a node boots none."""
     from liver_hpc.report.store import read_run
 
@@ -186,7 +186,7 @@ def slowest_handoff_s(runs_directory: Path) -> float:
     except (ConfigError, OSError):
         return 0.0
     took_s = [
-        record.released_s - record.notice_s
+        record.released_s - record.began_s
         for record in records.reconfigurations
         if record.outcome == "completed"
         and set(record.target_workers.split(",")) <= set(record.source_workers.split(","))

@@ -243,7 +243,7 @@ def _growth(attempt: ReconfigurationFigures) -> int:
 
 def _median(attempts: Sequence[ReconfigurationFigures]) -> Cost:
     lost_s = max(0.0, statistics.median(each.cost_s for each in attempts))
-    busy_s = statistics.median(each.reconfiguration_s for each in attempts)
+    busy_s = statistics.median(each.first_step_ended_s - each.began_s for each in attempts)
     return Cost(lost_s, max(lost_s, busy_s))
 
 

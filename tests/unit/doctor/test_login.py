@@ -276,7 +276,11 @@ def test_a_grace_time_is_held_against_the_slowest_handoff_of_the_newest_run(
     run.mkdir(parents=True)
     attempts = [
         reconfiguration(
-            outcome=outcome, notice_s=7.0, released_s=7.0 + took_s, target_workers=workers
+            outcome=outcome,
+            notice_s=3.0,  # it waits for its turn
+            began_s=7.0,
+            released_s=7.0 + took_s,
+            target_workers=workers,
         )
         for took_s, outcome, workers in [
             (12.0, "completed", "0"),

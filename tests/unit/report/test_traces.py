@@ -106,14 +106,14 @@ def test_a_trace_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def records() -> RunRecords:
-    """A handoff from 2 workers to 4 that has lost half a second; they are twice as fast. It began
-    11 s after its node had come."""
+    """A handoff from 2 workers to 4 that has lost half a second; they are twice as fast. It was
+    asked for an hour before it began; the first world's first step ended 11 s after its node came.
+    """
     steps = [step(i) for i in range(10)]
     steps += [step(10, generation=1, phase="first", started_s=110.5)]
     steps += [step(11 + i, generation=1, started_s=111.5 + i / 2, took_s=0.5) for i in range(9)]
-    attempt = reconfiguration(
-        notice_s=105.0, source_last_step_ended_s=110.0, first_step_ended_s=111.0
-    )
+    times = {"source_last_step_ended_s": 110.0, "first_step_ended_s": 111.0}
+    attempt = reconfiguration(notice_s=105.0 - 3600.0, began_s=105.0, **times)
     holding = HoldingRecord("n1", "main", "", 4, 89.0, math.nan)
     return RunRecords(steps, [attempt], [], {}, holdings=[holding])
 
