@@ -164,7 +164,7 @@ def _compile_helpers() -> None:
     try:
         utils.compile_helpers()
         importlib.import_module(_HELPERS)
-    except (SystemExit, ImportError) as error:
+    except (SystemExit, ImportError, OSError) as error:  # there may be no `make`
         directory = Path(utils.__file__).parent
         raise ConfigError(
             f"{_HELPERS} cannot be compiled: {error}; `make` in {directory} says why"

@@ -17,6 +17,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from liver_hpc.errors import ConfigError
 from liver_hpc.layout.coordinates import Layout
 from liver_hpc.recipes.megatron_lm import datasets
 from liver_hpc.world import module_globals, thread
@@ -37,6 +38,12 @@ def opened(directory: Path, provider: Any, identity: str = "a script", numbers: 
         identity=identity, training=training, answer_for=lambda *_args: captured
     )
     return datasets.open_datasets(script, Layout(1, 1, 1), directory, boot_s=60)
+
+
+def test_helpers_where_there_is_no_compiler_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError, match=r"helpers_cpp cannot be compiled: .*'make'; `make` in"):
+        datasets._compile_helpers()
 
 
 class _Planted:
