@@ -74,8 +74,6 @@ def batches_of(train: TrainSection) -> tuple[Stretch, ...]:
 def steps_between(train: TrainSection, step: int, until: int) -> float:
     """From `step` to `until` in steps of as many samples as global batch `step` has: how many times
     as long that takes as that step."""
-    if train.rampup is None:
-        return until - step
     return (samples_before(train, until) - samples_before(train, step)) / batch_of(train, step)
 
 

@@ -105,7 +105,7 @@ def judged(parsed: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
     """
     problems = []
     for name, default in defaults.items():
-        if name == "help" or name not in parsed or parsed[name] == default:
+        if name not in parsed or parsed[name] == default:
             continue
         entry, value = entry_of(name), parsed[name]
         told = f"--{name.replace('_', '-')} {value}"

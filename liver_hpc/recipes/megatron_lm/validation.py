@@ -63,7 +63,7 @@ def complete(args: Any) -> None:
     if args.train_samples:
         size, ramp = args.global_batch_size, args.rampup_batch_size
         args.train_iters = steps_of(args.train_samples, size, ramp)
-    if not args.eval_iters and not args.eval_interval:
+    if not args.eval_interval:  # with evaluation there is one
         args.eval_interval = args.train_iters  # which it divides by all the same
 
 
