@@ -391,6 +391,16 @@ def test_a_job_that_was_queued_again_goes_on_whatever_the_run_file_says_by_now(
     assert runs() == "run-77"  # of this text, in this start
 
 
+def test_a_job_finds_its_run_where_an_override_has_put_it(
+    runs: Runs, again: Callable[[], None]
+) -> None:
+    given = ["runs_directory=elsewhere", "name=other"]
+    assert runs(*given) == "other-77"
+    again()
+    assert runs(*given) == "other-77"
+    assert [run.name for run in Path("elsewhere").glob("*-77*")] == ["other-77"]
+
+
 @pytest.mark.parametrize("given", ["5", "~nobody-of-that-name/runs"])
 def test_a_directory_of_runs_that_is_none_is_told(given: str, runs: Runs) -> None:
     with pytest.raises(ConfigError, match="--set runs_directory"):
