@@ -120,6 +120,23 @@ def test_present_and_different_names_both_places_all_at_once(tmp_path: Path) -> 
     ]
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        "train.rampup={start: 4, increment: 2, samples: 300}",
+        "train.rampup=5",
+        "data.blend=5",
+        "checkpoint.directory=7",
+    ],
+)
+def test_what_differs_may_be_of_any_kind(given: str, tmp_path: Path) -> None:
+    more = "--rampup-batch-size 4 4 300 --data-path 1 /a 2 /b --save /c --save-interval 10"
+    job = JOB.replace("--mock-data", "").replace("--train-iters 1000", "--train-samples 8100")
+    told, *_ = problems(run_file(tmp_path, more, job=job), given)
+    assert told.startswith(f"--set {given} is ")
+    assert ", but run.yaml:4: model.args says --" in told
+
+
 def test_a_path_that_differs_may_name_a_user_that_there_is_not(tmp_path: Path) -> None:
     path = run_file(tmp_path, "--save /c --save-interval 10")
     assert problems(path, "checkpoint.directory=~nobody-here/x") == [

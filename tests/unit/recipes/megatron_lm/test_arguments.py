@@ -307,6 +307,8 @@ def test_a_job_that_leaves_the_optimizer_may_begin_but_not_go_on(tmp_path: Path)
         values(saving)
     (tmp_path / OWNER_FILE).touch()
     assert values(saving)["checkpoint.load"] == str(tmp_path)
+    with pytest.raises(ConfigError, match="goes on with the optimizer too: leave it"):
+        values(f"{more} --save {tmp_path}/other --save-interval 5")
 
 
 def test_a_pretrained_checkpoint_is_for_the_first_start(tmp_path: Path) -> None:
@@ -463,6 +465,10 @@ def test_what_the_script_has_otherwise_is_named() -> None:
 def test_without_evaluation_its_interval_is_whatever_the_script_has() -> None:
     words = ["--eval-iters", "0", "--global-batch-size", "4"]
     assert agreement(words, {"eval_iters": 0, "eval_interval": 1000}) == []
+    (told,) = agreement(words, {"eval_iters": 0, "global_batch_size": 8})
+    assert told.startswith("--global-batch-size: the script has 8, the run file 4 ")
+    (told,) = agreement(["--eval-interval", "50"], {"eval_interval": 1000})
+    assert told.startswith("--eval-interval: the script has 1000, the run file 50 ")
 
 
 def test_nothing_of_it_imports_torch() -> None:

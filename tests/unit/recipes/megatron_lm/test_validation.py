@@ -103,3 +103,4 @@ def test_what_this_megatron_core_ignores_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.delattr(core, "RampupBatchsizeNumMicroBatchesCalculator")
     (told,) = validation.refused(ramped)
     assert told.startswith("--rampup-batch-size: megatron-core takes no notice of it from 0.18 on")
+    assert validation.refused(arguments()) == []
