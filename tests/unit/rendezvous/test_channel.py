@@ -215,6 +215,19 @@ def test_who_never_reads_what_is_posted_is_given_up(monkeypatch: pytest.MonkeyPa
         release.set()
 
 
+def test_who_stands_still_while_what_was_posted_waits_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(channel_module, "STALL_S", 1.0)
+    release = threading.Event()
+    with serving(lambda channel: [release.wait(10), None][1]) as server:
+        with connected(server) as channel:
+            channel.post([Part(bytes(2**20)) for _ in range(20)])
+            with pytest.raises(ChannelClosed, match="stood still within a message for 1 s"):
+                channel.receive(5.0)
+        release.set()
+
+
 def test_who_reads_nothing_and_has_no_thread_to_wait_for_it_is_hung_up_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

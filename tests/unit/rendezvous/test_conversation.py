@@ -350,6 +350,15 @@ def test_when_the_run_is_over_nobody_is_waited_for(run: RunDirectory, called: Ca
     assert "the run has ended" in called.how
 
 
+def test_whoever_closes_its_end_hears_of_that(run: RunDirectory, called: Called) -> None:
+    coordinator = Coordinator(run, 1)
+    called.open(coordinator)
+    coordinator.calls.get(timeout=LIMIT_S)
+    called.line.close()
+    assert called.ended.wait(LIMIT_S)
+    coordinator.server.close()
+
+
 def test_silence_has_a_deadline(run: RunDirectory, called: Called) -> None:
     coordinator, whose = Coordinator(run, 1), "the coordinator's control channel"
     called.line.open(coordinator.server.address)

@@ -6,6 +6,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -122,6 +123,21 @@ def test_who_stands_still_within_a_frame_holds_nobody_up_and_is_hung_up_on(
     channel, reason = heard.next()
     assert channel is slow
     assert "stood still within a message for 0.2 s" in str(reason)
+
+
+def test_who_has_stood_still_and_gone_on_in_time_is_left_alone(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "STALL_S", 0.5)
+    ours, theirs = heard.pair()
+    frame = theirs._frame(said(1))
+    theirs._socket.sendall(frame[:-1])
+    time.sleep(0.1)
+    theirs._socket.sendall(frame[-1:])
+    assert heard.next() == (ours, [1])
+    time.sleep(0.6)
+    theirs.post(said(2))
+    assert heard.next() == (ours, [2])
 
 
 def test_who_closes_it_writes_to_no_descriptor_that_is_gone(
