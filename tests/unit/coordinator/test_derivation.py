@@ -11,6 +11,7 @@ import pytest
 from benchmarks.gpt_spec import gpt_spec
 from liver_hpc.cluster.launcher import LaunchedAgent, Launcher
 from liver_hpc.coordinator.derivation import DERIVED_FILE, _derive_by
+from liver_hpc.errors import LiverError
 from liver_hpc.layout.tensors import ModelSpec
 from liver_hpc.recipes.gpt_config import GPTConfig
 from liver_hpc.recipes.specs import Answer
@@ -57,3 +58,17 @@ def test_what_a_task_has_derived_on_another_host_is_seen_at_once(
     monkeypatch.setattr(Path, "read_bytes", read_bytes)
     task = Launcher(lambda launches: [Deriving(one.agent, derived, spec) for one in launches])
     assert _derive_by(task, config, tmp_path, "n1").tensors == spec.tensors
+
+
+def test_what_an_earlier_task_has_left_is_not_the_answer_of_one_that_fails(tmp_path: Path) -> None:
+    config, derived = minimal(), tmp_path / DERIVED_FILE
+    spec = gpt_spec(GPTConfig.model_validate(config.model))
+    derived.write_text(Answer[ModelSpec](value=spec).model_dump_json())
+
+    class Failing(Deriving):
+        def start(self) -> None:
+            self.has_ended(1)
+
+    task = Launcher(lambda launches: [Failing(one.agent, derived, spec) for one in launches])
+    with pytest.raises(LiverError, match="exit code 1 on n1"):
+        _derive_by(task, config, tmp_path, "n1")

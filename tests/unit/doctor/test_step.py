@@ -147,7 +147,8 @@ def test_probes_start_as_what_a_run_starts(
     (tmp_path / "module").mkdir()
     srun = tmp_path / "module" / "srun"
     greets = f"exec {sys.executable} -c '{GREETS}'"
-    srun.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/words\n{greets}\n')
+    told = f'echo "$SRUN_EXPORT_ENV" > {tmp_path}/exported'
+    srun.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/words\n{told}\n{greets}\n')
     srun.chmod(0o755)
     options = {"mem": 0, "constraint": "ib"}
     main = {"name": "main", "partition": "gpu", "cpus_per_node": 8, "options": options}
@@ -158,6 +159,7 @@ def test_probes_start_as_what_a_run_starts(
         "components": [main],
         "burst": {**burst, "options": cheap},
         "setup": ["cat", f'export PATH={tmp_path}/module:"$PATH"'],
+        "step_options": {"export": "ALL,TOKEN=secret"},
     }
     config = minimal(cluster={"kind": "slurm", "slurm": slurm}, runs_directory=tmp_path / "runs")
     commands = SlurmCommands(1.0, 1.0, run=lambda words, _: CompletedProcess(words, 0, "", ""))
@@ -167,6 +169,23 @@ def test_probes_start_as_what_a_run_starts(
     given = {*(tmp_path / "words").read_text().split()}
     some = ("--cpus-per-task", "--mem", "--constraint", "--account", "--qos", "--exclusive")
     assert {word for word in given if word.startswith(some)} == wanted
+    assert (tmp_path / "exported").read_text() == "ALL,TOKEN=secret\n"
+
+
+def test_probes_in_a_job_are_a_step_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    srun = tmp_path / "srun"
+    greets = f"exec {sys.executable} -c '{GREETS}'"
+    srun.write_text(f'#!/bin/sh\necho "$SLURM_JOB_ID $@" > {tmp_path}/words\n{greets}\n')
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    config = minimal(runs_directory=tmp_path / "runs")
+    with nodes_of(Order(config, nodes=1, partition="other")) as (_, job):
+        assert job == "77"
+    job, *given = (tmp_path / "words").read_text().split()
+    assert job == "77"
+    assert {"--jobid=77", "--overlap"} <= {*given}
+    assert not any(word.startswith(("--partition", "--time")) for word in given)
 
 
 def test_probes_start_in_an_image_before_the_first_run_has_made_its_directory(
