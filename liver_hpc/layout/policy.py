@@ -137,9 +137,9 @@ class LayoutPolicy:
     def not_worth(self, source: Layout, target: Layout, cost_s: float, lasting_s: float) -> str:
         """Why a change that nothing forces does not repay what it costs; empty when it does.
 
-        cost_s: training time that it takes. lasting_s: how long the target is expected to last. It
-        repays where the source would need more than cost_s longer for what the target does
-        meanwhile. By the table every change is wanted that leads to more workers.
+        cost_s: training time that it takes. lasting_s: how long the source would go on otherwise.
+        It repays where the target needs less time, by more than cost_s, for what the source does in
+        that time. By the table every change is wanted that leads to more workers.
         """
         if not self._auto:
             return ""
