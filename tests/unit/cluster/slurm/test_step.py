@@ -127,8 +127,8 @@ def test_what_was_left_is_not_taken_for_ended_while_the_controller_does_not_answ
     deadline = Deadline.after(SystemClock(), LIMIT_S, "questions to Slurm")
     poll_until(lambda: len(said_to_slurm) >= said_before + 20, deadline)
     assert [agent.exit_code for agent in agents.values()] == [None] * 3
-    silent.unlink()
     (tmp_path / "ended").touch()
+    silent.unlink()
     poll_until(lambda: agents["a1"].exit_code is not None, deadline)
     assert agents["a1"].exit_code == KILLED
 
