@@ -102,18 +102,22 @@ class ElasticPolicy:
             if pointless:
                 return self._stays(request, pointless)
         waits_for = "" if world is None or busy else self._waits_for_nodes(request, world)
+        withdrawn = None
         if request.layout is not None:
+            withdrawn = self.queue.awaits
             self.queue.asked, self.queue.missing = request.layout.workers, None
             self.queue.awaits = request if waits_for else None
             self._remember()
+        replaced = None if waits_for else self.queue.add(request)
         if waits_for:
-            return waits_for
-        replaced = self.queue.add(request)
-        if not busy:
-            return f"started: {request}"
-        if replaced is not None:
-            return f"merged: replaces queued {replaced}; {request} waits behind {busy}"
-        return f"queued: {request} waits behind {busy}"
+            answer = waits_for
+        elif not busy:
+            answer = f"started: {request}"
+        elif replaced is not None:
+            answer = f"merged: replaces queued {replaced}; {request} waits behind {busy}"
+        else:
+            answer = f"queued: {request} waits behind {busy}"
+        return answer if withdrawn is None else f"{answer}; {withdrawn} is withdrawn"
 
     def _stays(self, request: ReconfigurationRequest, pointless: str) -> str:
         """That a run stays in the layout that it has and is asked for: what waited to change that
@@ -386,7 +390,7 @@ class ElasticPolicy:
                     stays = f"stays in {world.rank_map.layout}: to {decision.layout}"
                     self._out.append(a.Note(f"{stays}, {decision.reason}"))
                 case Drop():
-                    self.queue.had_its_turn(decision.request)
+                    self._had_its_turn(decision.request)
                     self._out.append(a.Note(f"dropped: {decision.request}: {decision.reason}"))
                 case Begin() if self.observer.only_watches(decision):
                     if (to_disk := self.observer.instead_of(decision, world, step)) is not None:
@@ -400,11 +404,17 @@ class ElasticPolicy:
         request = self.queue.first
         with suppress(RequestRefused):  # there is nothing to wait for: the handoff says what fails
             if request is not None and (waits_for := self._waits_for_nodes(request, world)):
-                self.queue.had_its_turn(request)
+                self._had_its_turn(request)
                 self.queue.awaits = request
                 self._out.append(a.Note(waits_for))
                 return True
         return False
+
+    def _had_its_turn(self, request: ReconfigurationRequest) -> None:
+        earlier = self.queue.awaits
+        self.queue.had_its_turn(request)
+        if earlier not in (None, request, self.queue.awaits):
+            self._out.append(a.Note(f"{earlier} is withdrawn for {request}"))
 
     def _pause_growing(self) -> None:
         doublings = min(self._failed_growths, MOST_PAUSE_DOUBLINGS)
@@ -418,7 +428,7 @@ class ElasticPolicy:
             self._out.append(
                 a.Log(f"{request.origin}: the deadline may not be met: {decision.action}")
             )
-        self.queue.had_its_turn(request)
+        self._had_its_turn(request)
         self._enough = None
         self._out.append(a.Note(f"generation {generation}: {request}, from {world.rank_map}"))
         why = self._bounded_because(generation, world.rank_map, decision.target)

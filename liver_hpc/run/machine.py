@@ -287,9 +287,10 @@ class Run(Lifecycle):
             self.elastic.step_done(message, world, slowed=bool(phase))
         for notice in self.elastic.queue.due(message.step):
             try:
-                self._ask(self.elastic.queue.of_notice(notice, self._clock.now_s()))
+                answer = self._ask(self.elastic.queue.of_notice(notice, self._clock.now_s()))
             except RequestRefused as error:
-                self._note(f"notice of step {notice.at_step} refused: {error}")
+                answer = f"refused: {error}"
+            self._note(f"notice of step {notice.at_step}: {answer}")
 
     def _evaluated(self, message: m.Evaluated) -> None:
         last = self.recorder.last_evaluation

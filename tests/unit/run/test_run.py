@@ -239,6 +239,34 @@ def test_a_layout_does_not_wait_for_more_burst_nodes_than_may_be_held_at_once() 
     assert play.ask(m.ResizeRequest(workers=3)).text.startswith("waits for burst nodes")
 
 
+def test_a_layout_that_waits_for_burst_nodes_is_withdrawn_for_the_next_one_as_is_told() -> None:
+    play = training(SCENES[3])
+    play.ask(m.ResizeRequest(workers=2))
+    answer = play.ask(m.ResizeRequest(layout="tp=2,dp=1"))
+    assert answer.text.startswith("waits for burst nodes: resize to tp2 pp1 dp1 ")
+    assert answer.text.endswith("; resize to tp1 pp1 dp2 (operator) is withdrawn")
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_one_that_the_run_file_asks_for_is_withdrawn_for_the_next_one_as_is_told(
+    busy: bool,
+) -> None:
+    notices = [{"at_step": 1, "workers": 3}, {"at_step": 2, "workers": 4}]
+    config = SCENES[3].config.model_dump() | {"notices": notices, "layouts": ANY_NUMBER}
+    play = training(replace(SCENES[3], config=RunConfig.model_validate(config)))
+    if busy:  # both have to wait for their turn first
+        play.grant(burst(3))
+        play.settle()
+        assert play.ask(m.ReplaceRequest(replace=0)).ok
+    for _ in range(4):
+        play.train()
+    play.calm()
+    told = [each.text for *_, acts in play.entries for each in acts if isinstance(each, a.Note)]
+    withdrawn = "resize to tp1 pp1 dp3 (step 1) is withdrawn"
+    assert sum(withdrawn in each for each in told) == 1
+    assert any("waits for burst nodes: resize to tp1 pp1 dp4 (step 2)" in each for each in told)
+
+
 def test_how_long_a_layout_waits_for_burst_nodes_is_no_part_of_its_handoff() -> None:
     play = training(SCENES[3])
     assert play.ask(m.ResizeRequest(workers=2)).text.startswith("waits for burst nodes")
