@@ -49,6 +49,12 @@ Ends = Callable[[Path], Outcome | None]
 Coordinator = Callable[[Ends], None]
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is made in the working directory, as runs are, is not made in the checkout."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def coordinator(monkeypatch: pytest.MonkeyPatch) -> Coordinator:
     """Puts a function of the run directory in the place of the coordinator."""
@@ -71,7 +77,6 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (programs / name).write_text(PLAYED.format(log=log))
         (programs / name).chmod(0o755)
     log.touch()
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_TASK_PID", str(os.getpid()))
@@ -652,7 +657,6 @@ def test_a_local_job_is_told_of_its_time_limit_as_long_before_as_the_run_file_ha
     timeout_min: int,
     end_window_s: float,
     wanted_s: int,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """So that a checkpoint fits; but not before it begins."""
@@ -667,7 +671,6 @@ def test_a_local_job_is_told_of_its_time_limit_as_long_before_as_the_run_file_ha
         def submit(self, *call: Any) -> types.SimpleNamespace:
             return types.SimpleNamespace(job_id="8")
 
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONSAFEPATH", "1")
     monkeypatch.setattr("submitit.LocalExecutor", Executor)
     slurm = {"end_window_s": end_window_s}
